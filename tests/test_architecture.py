@@ -36,6 +36,8 @@ LAYERS = [
 ]
 LIBRARIES = {"flashinfer", "sgl_kernel", "flash_attn"}
 MODE_READERS = {"batch.py", "config.py", "cuda_graph/runner.py", "__init__.py", "inspect.py"}
+# SGLang's enumeration has the same name
+MODE_READERS |= {f"integrations/sglang/{name}.py" for name in ("modules", "names")}
 
 
 def layer_of(module: str) -> str:

@@ -1,7 +1,8 @@
-"""SGLang's attention backend ``specattn``: ``--attention-backend specattn``.
+"""Both ways into SGLang: an attention backend, and a speculative algorithm.
 
-SGLang finds `register` by its entry point group ``sglang.srt.plugins``. Nothing needs to be
-imported.
+``--attention-backend specattn`` gives SGLang this library's attention, and
+``--speculative-algorithm SPECATTN`` whole steps. SGLang finds `register` by its entry point group
+``sglang.srt.plugins``. Nothing needs to be imported.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ __all__ = ["reasons", "register"]
 
 
 def register() -> None:
-    """Register backend and hooks; SGLang calls this in each of its processes.
+    """Register backend, algorithm and hooks in one of SGLang's processes.
 
-    In an SGLang that it does not fit, the backend's name stays, and choosing it is an
-    `UnsupportedError` with the reasons. SGLang itself would swallow an error here.
+    In an SGLang that they do not fit, their names stay, and choosing one is an `UnsupportedError`
+    with the reasons. SGLang itself would swallow an error here.
     """
     from sglang.srt import server_args
     from sglang.srt.layers.attention import attention_registry as registry
@@ -44,6 +45,7 @@ def register() -> None:
     # newer releases have a list of their own for drafts
     if hasattr(server_args, "add_draft_attention_backend_choices"):
         server_args.add_draft_attention_backend_choices([names.NAME])
+    _register_algorithm()
     if not problems:
         _serve_latent()
         for path, hook in _hooks().items():
@@ -51,17 +53,35 @@ def register() -> None:
 
 
 def reasons() -> list[str]:
-    """Say why the backend is not active in this process.
+    """Say why backend or algorithm is not active in this process.
 
     Empty if it is."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.speculative.spec_registry import get_spec
 
-    found = names.problems()
+    found = names.step_problems()
+    if get_spec(names.ALGORITHM) is None:
+        found.append(f"SGLang does not know the algorithm {names.ALGORITHM}")
     if names.NAME not in ATTENTION_BACKENDS:
         found.append("SGLang has not run the plug-in (sglang.srt.plugins.load_plugins)")
     unhooked = [path for path in _hooks() if path not in HookRegistry._patched]
     return found + [f"SGLang has not applied the hook on {path}" for path in unhooked]
+
+
+def _register_algorithm() -> None:
+    """Let ``--speculative-algorithm`` name the algorithm."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from specattn.integrations.sglang.algorithm import SpecAttnAlgorithm
+
+    def worker(server_args: Any) -> Any:
+        from specattn.integrations.sglang.worker import SpecAttnWorker
+
+        return SpecAttnWorker
+
+    register_as = SpeculativeAlgorithm.register
+    register_as(names.ALGORITHM, supports_overlap=True, spec_class=SpecAttnAlgorithm)(worker)
 
 
 def _serve_latent() -> None:

@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from specattn.attention import Attention, AttnConfig, KVScales, WindowPool
 from specattn.errors import UnsupportedError
-from specattn.integrations.sglang.names import NAME
+from specattn.integrations.sglang.names import ALGORITHM, NAME
 
 if TYPE_CHECKING:
     from specattn.attention import Layer
@@ -19,20 +19,22 @@ if TYPE_CHECKING:
 BACKEND_VARIABLE = "SPECATTN_SGLANG_BACKEND"
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
 PAGE_SIZES = (1, 16, 32, 64, 128)
-ALGORITHMS = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+ALGORITHMS = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)
 
 
-def refusals(runner: Any) -> list[str]:
+def refusals(runner: Any, pools: tuple[str, ...] = POOLS) -> list[str]:
     """Say what of SGLang's setting the plug-in does not serve.
 
     Parameters
     ----------
     runner : ModelRunner
         SGLang's, with its model and pools.
+    pools : tuple of str
+        The kinds of pools that are served.
     """
     args, pool, found = runner.server_args, runner.token_to_kv_pool, []
-    if type(pool).__name__ not in POOLS:
-        found.append(f"KV pool {type(pool).__name__} (served: {', '.join(POOLS)})")
+    if type(pool).__name__ not in pools:
+        found.append(f"KV pool {type(pool).__name__} (served: {', '.join(pools)})")
     if runner.page_size not in PAGE_SIZES:
         found.append(f"page_size {runner.page_size} (served: {', '.join(map(str, PAGE_SIZES))})")
     if args.speculative_algorithm not in ALGORITHMS:
@@ -84,6 +86,32 @@ def attention_layers(runner: Any) -> list[Any]:
     return layers
 
 
+def backend_name() -> str:
+    """Return the backend that the environment chooses."""
+    return os.environ.get(BACKEND_VARIABLE, "auto")
+
+
+def layer_config(layer: Any, dtype: torch.dtype, *, latent: bool) -> AttnConfig:
+    """Return the geometry of a layer's heads on this rank."""
+    window = layer.sliding_window_size
+    return AttnConfig(
+        layer.tp_q_head_num,
+        layer.tp_k_head_num,
+        layer.qk_head_dim,
+        layer.v_head_dim,
+        dtype=dtype,
+        sm_scale=layer.scaling,
+        window_left=-1 if window is None else window,
+        logit_cap=layer.logit_cap,
+        latent=latent,
+    )
+
+
+def kv_scales(layer: Any) -> KVScales:
+    """Return what a layer's stored keys and values are multiplied by."""
+    return KVScales(layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
+
+
 class Layers:
     """SGLang's layers over its pool and table.
 
@@ -109,9 +137,8 @@ class Layers:
 
     def resize(self, max_batch: int) -> None:
         """Make attention over batches of up to ``max_batch``, and all known layers."""
-        name = os.environ.get(BACKEND_VARIABLE, "auto")
         self.attention = Attention(
-            self._table, max_batch=max_batch, backend=name, window_pool=self._window
+            self._table, max_batch=max_batch, backend=backend_name(), window_pool=self._window
         )
         self._layers: dict[int, Layer] = {}
         for layer in self._known:
@@ -126,21 +153,8 @@ class Layers:
     def _made(self, layer: Any) -> Layer:
         _refuse(layer_refusals(layer))
         k_cache = self.pool.get_key_buffer(layer.layer_id)
-        window = layer.sliding_window_size
-        config = AttnConfig(
-            layer.tp_q_head_num,
-            layer.tp_k_head_num,
-            layer.qk_head_dim,
-            layer.v_head_dim,
-            dtype=self.dtype,
-            sm_scale=layer.scaling,
-            window_left=-1 if window is None else window,
-            logit_cap=layer.logit_cap,
-            latent=self.latent,
-        )
-        scales = None
-        if k_cache.dtype == torch.float8_e4m3fn:
-            scales = KVScales(layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
+        config = layer_config(layer, self.dtype, latent=self.latent)
+        scales = kv_scales(layer) if k_cache.dtype == torch.float8_e4m3fn else None
         v_cache = None if self.latent else self.pool.get_value_buffer(layer.layer_id)
         windowed = self._window is not None and self.pool.layers_mapping[layer.layer_id][1]
         return self.attention.layer(config, k_cache, v_cache, scales, windowed=windowed)

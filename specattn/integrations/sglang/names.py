@@ -7,8 +7,8 @@ from importlib.metadata import version
 from pkgutil import resolve_name
 from typing import Any
 
-#: The command-line name of the backend.
-NAME = "specattn"
+#: The command-line names of the backend and of the algorithm.
+NAME, ALGORITHM = "specattn", "SPECATTN"
 #: The releases that the tests run with. Those between differ in what the plug-in uses.
 OLD, NEW = (0, 5, 15), (0, 5, 23)
 
@@ -24,6 +24,10 @@ EXTEND = (
 )
 DECODE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 SPEC = "sglang.srt.runtime_context.get_spec"
+SPECULATIVE = "sglang.srt.speculative"
+STEP_WORKER = f"{SPECULATIVE}.eagle_worker_v2.EAGLEWorkerV2"
+MANAGERS, EXECUTOR = "sglang.srt.managers", "sglang.srt.model_executor"
+MAP = f"{MANAGERS}.overlap_utils.FutureMap"
 SELECT = "sglang.srt.speculative.spec_utils.select_top_k_tokens"
 
 #: What both releases must have, and the parameters that a call or a hook counts on.
@@ -58,6 +62,110 @@ OF_RELEASE: dict[tuple[int, ...], dict[str, tuple[str, ...]]] = {
         "sglang.srt.layers.attention.verify_mask.VerifyMask": ("buffer", "mode", "max_bs"),
     },
 }
+#: What both releases must have for the algorithm.
+STEP_NAMES: dict[str, tuple[str, ...]] = {
+    f"{SPECULATIVE}.spec_info.SpeculativeAlgorithm.register": ("supports_overlap", "spec_class"),
+    f"{SPECULATIVE}.spec_registry.get_spec": ("name",),
+    f"{SPECULATIVE}.spec_registry.CustomSpecAlgo.create_worker": ("server_args",),
+    f"{SPECULATIVE}.spec_registry.CustomSpecAlgo.handle_server_args": ("server_args",),
+    f"{SPECULATIVE}.spec_info.SpeculativeAlgorithm.create_future_map": (
+        "device",
+        "req_to_token_pool",
+    ),
+    f"{SPECULATIVE}.spec_info.SpeculativeAlgorithm.need_topk": (),
+    f"{SPECULATIVE}.spec_info.SpeculativeAlgorithm.carries_draft_hidden_states": (),
+    f"{SPECULATIVE}.spec_info.SpecInput": ("spec_input_type",),
+    f"{SPECULATIVE}.spec_info.SpecInputType.EAGLE_DRAFT": (),
+    STEP_WORKER: ("server_args", "target_worker"),
+    f"{STEP_WORKER}.forward_batch_generation": ("batch", "on_publish"),
+    f"{STEP_WORKER}.init_attention_backends": (),
+    f"{STEP_WORKER}.init_cuda_graphs": (),
+    f"{STEP_WORKER}.on_verify_complete_cpu": ("num_correct_drafts_per_req", "batch_size"),
+    f"{STEP_WORKER}.spec_v2_attn_backends": (),
+    f"{WORKER}.init_attention_backend": (),
+    f"{WORKER}._draft_extend_for_prefill": ("batch", "target_hidden_states", "next_token_ids"),
+    f"{WORKER}.init_lm_head": (),
+    f"{SPECULATIVE}.eagle_info.EagleDraftInput": ("hidden_states", "topk_p", "topk_index"),
+    f"{SPECULATIVE}.eagle_info.EagleDraftExtendInput": ("hidden_states",),
+    f"{SPECULATIVE}.eagle_info.EagleVerifyInput": ("custom_mask", "spec_steps", "draft_token_num"),
+    f"{MANAGERS}.utils.GenerationBatchResult": (
+        "logits_output",
+        "next_token_ids",
+        "accept_lens",
+        "speculative_num_draft_tokens",
+        "next_draft_input",
+        "can_run_cuda_graph",
+    ),
+    MAP: ("device", "spec_algo", "req_to_token_pool"),
+    f"{MAP}.resolve_seq_lens_cpu": ("batch",),
+    f"{MAP}._resolve_spec_extras": ("batch",),
+    f"{MAP}.publish": ("future_indices", "new_seq_lens"),
+    f"{MAP}.stash": ("future_indices", "payload"),
+    f"{MANAGERS}.overlap_utils.RelayPayload.from_draft_input": ("draft_input",),
+    f"{MANAGERS}.schedule_batch.FINISH_ABORT": ("message", "status_code", "err_type"),
+    f"{MANAGERS}.schedule_batch.ScheduleBatch": (
+        "req_pool_indices",
+        "req_pool_indices_cpu",
+        "seq_lens",
+        "sampling_info",
+        "reqs",
+        "spec_info",
+        "forward_mode",
+        "is_extend_in_batch",
+        "return_logprob",
+    ),
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": (
+        "temperatures",
+        "top_ps",
+        "top_ks",
+        "is_all_greedy",
+    ),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.get_key_buffer": ("layer_id",),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.get_value_buffer": ("layer_id",),
+    f"{EXECUTOR}.model_runner.ModelRunner.init_cuda_graphs": ("capture_decode_cuda_graph",),
+    f"{EXECUTOR}.model_runner.ModelRunner.sample": ("logits_output", "forward_batch"),
+    f"{EXECUTOR}.runner.get_batch_sizes_to_capture": ("model_runner",),
+    f"{EXECUTOR}.runner.base_cuda_graph_runner.freeze_gc": ("enable_cudagraph_gc",),
+    f"{EXECUTOR}.runner_utils.capture_mode.model_capture_mode": (),
+    f"{EXECUTOR}.cuda_graph_config.check_cuda_graph_backend": ("phase", "backend"),
+    f"{EXECUTOR}.forward_batch_info.ForwardBatch": (
+        "forward_mode",
+        "batch_size",
+        "input_ids",
+        "req_pool_indices",
+        "seq_lens",
+        "out_cache_loc",
+        "seq_lens_sum",
+        "positions",
+        "spec_info",
+        "spec_algorithm",
+        "capture_hidden_mode",
+    ),
+    f"{EXECUTOR}.forward_batch_info.ForwardMode.TARGET_VERIFY": (),
+    f"{EXECUTOR}.forward_batch_info.ForwardMode.DRAFT_EXTEND_V2": (),
+    f"{EXECUTOR}.forward_batch_info.CaptureHiddenMode.FULL": (),
+    f"{EXECUTOR}.forward_context.ForwardContext": ("attn_backend",),
+    f"{EXECUTOR}.forward_context.forward_context": ("ctx",),
+    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward": (
+        "q",
+        "k",
+        "v",
+        "layer",
+        "forward_batch",
+        "save_kv_cache",
+    ),
+    "sglang.srt.layers.logits_processor.LogitsProcessorOutput": (
+        "next_token_logits",
+        "hidden_states",
+        "next_token_logprobs",
+    ),
+    "sglang.srt.layers.dp_attention.set_dp_buffer_len": (),
+    "sglang.srt.layers.dp_attention.set_is_extend_in_batch": (),
+    "sglang.srt.distributed.parallel_state.graph_capture": ("stream",),
+    "sglang.srt.environ.envs.SGLANG_SIMULATE_ACC_LEN": (),
+    "sglang.srt.environ.envs.SGLANG_SIMULATE_ACC_METHOD": (),
+    "sglang.srt.environ.envs.SGLANG_SIMULATE_ACC_TOKEN_MODE": (),
+}
 
 
 def num_draft_tokens(runner: Any) -> int:
@@ -80,7 +188,18 @@ def problems() -> list[str]:
     if have not in OF_RELEASE:
         served = " or ".join(".".join(map(str, tested)) for tested in OF_RELEASE)
         return [f"SGLang must be {served}, got {'.'.join(map(str, have))}"]
-    wanted = NAMES | OF_RELEASE[have]
+    return _reasons(NAMES | OF_RELEASE[have])
+
+
+def step_problems() -> list[str]:
+    """Say why the algorithm does not fit the installed SGLang.
+
+    Empty if it does."""
+    return problems() or _reasons(STEP_NAMES)
+
+
+def _reasons(wanted: dict[str, tuple[str, ...]]) -> list[str]:
+    """Say what is wrong with names of SGLang."""
     return [reason for path, takes in wanted.items() if (reason := _reason(path, takes))]
 
 

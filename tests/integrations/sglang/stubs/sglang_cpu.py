@@ -1,5 +1,6 @@
 """A plug-in of SGLang for tests: what its speculative workers lack on a CPU."""
 
+import os
 from importlib import import_module
 
 #: Modules of SGLang 0.5.15, then of 0.5.23, that call sgl_kernel on a CPU and Triton on an XPU.
@@ -38,3 +39,8 @@ def register():
     for name in MODULES[release()]:
         module = import_module(name)
         module._is_cpu, module._is_xpu = False, True
+
+    if path := os.environ.get("SPECATTN_COUNTS"):
+        from tests.integrations.sglang.counting import watch
+
+        watch(path)

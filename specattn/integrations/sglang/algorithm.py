@@ -1,0 +1,132 @@
+"""``--speculative-algorithm SPECATTN``, as SGLang's dispatch sees it.
+
+To everything but its worker it is an EAGLE-3 algorithm: the target gives features, the head's pool
+has the target's slots, the radix cache is keyed by pairs of tokens, and slots are reserved before
+every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from specattn.errors import UnsupportedError
+from specattn.integrations.sglang import names
+
+#: Options of SGLang that the algorithm does not serve, and the values that it serves.
+SERVED: dict[str, tuple[Any, ...]] = {
+    "enable_dp_attention": (False,),
+    "enable_two_batch_overlap": (False,),
+    "enable_multi_layer_eagle": (False,),
+    "enable_pdmux": (False,),
+    "enable_unified_memory": (False,),
+    "enable_memory_saver": (False,),
+    "enable_lora": (False, None),
+    "enable_torch_compile": (False,),
+    "enable_attn_tp_input_scattered": (False,),
+    "enable_custom_logit_processor": (False,),
+    "enable_return_hidden_states": (False,),
+    "enable_deterministic_inference": (False,),
+    "disaggregation_mode": ("null",),
+    "moe_a2a_backend": ("none", None),
+    "pp_size": (1,),
+    "attn_cp_size": (1,),
+    "speculative_adaptive": (False,),
+    "speculative_use_rejection_sampling": (False,),
+    "speculative_accept_threshold_single": (1.0,),
+    "speculative_accept_threshold_acc": (1.0,),
+}
+#: Steps, topk and nodes where no option names them.
+DEFAULT = (3, 1, 4)
+#: Requests at once where no option says how many, as for SGLang's own algorithms.
+MAX_RUNNING = 48
+
+
+def option_refusals(server_args: Any) -> list[str]:
+    """Say which of SGLang's options the algorithm does not serve."""
+    found = []
+    for name, served in SERVED.items():
+        value = getattr(server_args, name, served[0])
+        if value not in served:
+            found.append(f"{name}={value!r} is not served")
+    if server_args.speculative_draft_model_path is None:
+        found.append("speculative_draft_model_path must name an EAGLE-3 head")
+    return found
+
+
+class SpecAttnAlgorithm(CustomSpecAlgo):
+    """What SGLang asks of an algorithm that it dispatches on."""
+
+    def is_eagle(self) -> bool:
+        """Say that the draft has a pool of its own."""
+        return True
+
+    def is_eagle3(self) -> bool:
+        """Say that the head reads features of several of the target's layers."""
+        return True
+
+    def has_draft_kv(self) -> bool:
+        """Say that branches need no pages of their own."""
+        return False
+
+    # `CustomSpecAlgo` lacks these four of the interface
+
+    def need_topk(self) -> bool:
+        """Say that SGLang carries no proposals from step to step."""
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        """Say that SGLang carries no states of the draft."""
+        return False
+
+    def get_platform_worker_cls(self) -> None:
+        """Return no worker of a platform's own."""
+
+    def create_future_map(
+        self, device: Any, req_to_token_pool: Any, *args: Any, **options: Any
+    ) -> RowMap:
+        """Return what SGLang relays from step to step: nothing."""
+        return RowMap(device, self, req_to_token_pool, *args, **options)
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Refuse what is not served; choose what is not said.
+
+        Raises
+        ------
+        UnsupportedError
+            In one line, naming all that is not served.
+        """
+        if found := names.step_problems() + option_refusals(server_args):
+            raise UnsupportedError(f"SGLang algorithm {names.ALGORITHM!r}", found)
+        args = server_args
+        if args.speculative_num_steps is None:
+            steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens = DEFAULT
+            args.speculative_num_steps = steps
+        if args.speculative_eagle_topk == 1:
+            args.speculative_num_draft_tokens = args.speculative_num_steps + 1
+        if args.max_running_requests is None:
+            args.max_running_requests = MAX_RUNNING
+        args.enable_mixed_chunk = False
+
+
+class RowMap(FutureMap):
+    """A relay of nothing: steps find lengths and tokens by row.
+
+    The lengths of SGLang's decode batches are those of their prompts; nothing reads them.
+    """
+
+    def resolve_seq_lens_cpu(self, batch: Any, *args: Any, **options: Any) -> None:
+        """Say that the host knows no lengths."""
+        if batch.spec_info is not None:
+            batch.seq_lens_cpu = batch.seq_lens_sum = None
+
+    def _resolve_spec_extras(self, batch: Any) -> None:
+        """Gather nothing."""
+
+    def publish(self, *args: Any, **options: Any) -> None:
+        """Keep nothing."""
+
+    def stash(self, *args: Any, **options: Any) -> None:
+        """Keep nothing."""

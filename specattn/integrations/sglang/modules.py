@@ -1,0 +1,243 @@
+"""SGLang's model modules as the target and the draft of a step."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.speculative.eagle_info import (
+    EagleDraftExtendInput,
+    EagleDraftInput,
+    EagleVerifyInput,
+)
+
+from specattn.batch import Phase
+from specattn.cache.kv_pool import KVPool
+from specattn.integrations.sglang.layers import attention_layers, kv_scales, layer_config
+from specattn.speculative.model import DraftOutput, TargetOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specattn.config import SpecConfig
+    from specattn.speculative.model import Attend
+
+#: SGLang's name of a forward, by the phase of the plan that it runs over.
+MODES = {
+    Phase.DECODE: ForwardMode.TARGET_VERIFY,
+    Phase.VERIFY: ForwardMode.TARGET_VERIFY,
+    Phase.DRAFT: ForwardMode.DECODE,
+    Phase.PREFILL: ForwardMode.DRAFT_EXTEND_V2,
+}
+#: Whether SGLang computes logits of wanted rows alone in a draft extend.
+SELECTS = any(field.name == "select_index" for field in fields(EagleDraftExtendInput))
+
+
+def kv_pool(runner: Any) -> KVPool:
+    """Return SGLang's pool of a model; nothing is copied."""
+    layers, pool = attention_layers(runner), runner.token_to_kv_pool
+    keys = [pool.get_key_buffer(layer.layer_id) for layer in layers]
+    values = [pool.get_value_buffer(layer.layer_id) for layer in layers]
+    stored = keys[0].dtype == torch.float8_e4m3fn
+    scales = [kv_scales(layer) for layer in layers] if stored else None
+    configs = [layer_config(layer, runner.dtype, latent=False) for layer in layers]
+    return KVPool.from_external(configs, keys, values, scales=scales)
+
+
+class StepAttention(AttentionBackend):
+    """What SGLang's layers call in the forwards of a step.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+        SGLang's, of a target or a draft.
+    """
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        layers = attention_layers(runner)
+        self.index = {layer.layer_id: at for at, layer in enumerate(layers)}
+        self.attend: Attend | None = None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **options: Any,
+    ) -> Tensor:
+        """Store new keys and values if ``save_kv_cache``, and attend."""
+        if asked := [name for name, value in options.items() if value is not None]:
+            raise NotImplementedError(f"SPECATTN does not serve {', '.join(asked)}")
+        assert self.attend is not None
+        # SGLang's rotation may have stored them, at the slots of the same plan
+        if not save_kv_cache:
+            k = v = None
+        out = self.attend(
+            self.index[layer.layer_id],
+            _heads(q, layer.tp_q_head_num, layer.qk_head_dim),
+            None if k is None else _heads(k, layer.tp_k_head_num, layer.qk_head_dim),
+            None if v is None else _heads(v, layer.tp_k_head_num, layer.v_head_dim),
+        )
+        return out.flatten(1)
+
+
+def _heads(rows: Tensor, count: int, size: int) -> Tensor:
+    """View ``[T, count * size]`` by heads; rows may have a stride."""
+    return rows if rows.dim() == 3 else rows.unflatten(1, (count, size))
+
+
+class SGLangModel:
+    """A model of SGLang's, whose forwards are those of a step.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+        SGLang's, with its model and pools.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.layers = tuple(
+            layer_config(layer, runner.dtype, latent=False) for layer in attention_layers(runner)
+        )
+        self.device, self.dtype = torch.device(runner.device), runner.dtype
+        self._attention = StepAttention(runner)
+
+    def _run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Any,
+        spec_info: Any,
+        hidden: CaptureHiddenMode = CaptureHiddenMode.FULL,
+    ) -> Any:
+        """Run SGLang's module; return its `LogitsProcessorOutput`."""
+        plan = attend.plan
+        batch = ForwardBatch(
+            forward_mode=MODES[plan.layout.phase],
+            batch_size=plan.batch,
+            input_ids=input_ids,
+            req_pool_indices=plan.req_pool_indices,
+            seq_lens=plan.seq_lens,
+            out_cache_loc=plan.out_slots.reshape(-1),
+            seq_lens_sum=None,
+            positions=positions,
+            spec_info=spec_info,
+            spec_algorithm=self.runner.spec_algorithm,
+            capture_hidden_mode=hidden,
+        )
+        self._attention.attend = attend
+        with forward_context(ForwardContext(attn_backend=self._attention)):
+            return self.runner.model.forward(input_ids, positions, batch)
+
+
+class SGLangTarget(SGLangModel):
+    """SGLang's target as a `specattn.speculative.model.TargetModel`.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+        SGLang's.
+    config : SpecConfig
+        Depth, branches and nodes.
+    """
+
+    def __init__(self, runner: Any, config: SpecConfig) -> None:
+        super().__init__(runner)
+        self.vocab_size: int = runner.model_config.vocab_size
+        self.max_context_len: int = runner.model_config.context_len
+        self.eos_token_ids = frozenset(runner.model_config.hf_eos_token_id or ())
+        self._tree = {
+            "spec_steps": config.num_steps,
+            "topk": config.topk,
+            "draft_token_num": config.num_draft_tokens,
+        }
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attend: Any, rows: Tensor | None = None
+    ) -> TargetOutput:
+        """Run the target; the features are its auxiliary states side by side."""
+        spec_info = EagleVerifyInput(
+            draft_token=input_ids,
+            custom_mask=None,
+            positions=positions,
+            retrieve_index=None,
+            retrieve_next_token=None,
+            retrieve_next_sibling=None,
+            retrieve_cum_len=None,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            seq_lens_sum=None,
+            seq_lens_cpu=None,
+            **self._tree,
+        )
+        out = self._run(input_ids, positions, attend, spec_info)
+        logits = out.next_token_logits
+        return TargetOutput(logits if rows is None else logits[rows], out.hidden_states)
+
+
+class SGLangDraft(SGLangModel):
+    """SGLang's EAGLE-3 head as a `specattn.speculative.model.DraftModel`.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+        SGLang's.
+    target_ids : Tensor or None
+        ``[Vd]`` int64, the target's token of every token of the head.
+    """
+
+    def __init__(self, runner: Any, target_ids: Tensor | None) -> None:
+        super().__init__(runner)
+        model = runner.model
+        self.hidden_size: int = runner.model_config.hidden_size
+        self.vocab_size: int = model.logits_processor.vocab_size
+        self.feature_size: int = model.model.fc.in_features
+        self.target_ids = target_ids
+
+    def combine(self, hidden_states: Tensor) -> Tensor:
+        """Return the features: SGLang's module mixes them itself."""
+        return hidden_states
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        positions: Tensor,
+        attend: Any,
+        rows: Tensor | None = None,
+        *,
+        sources: Tensor | None = None,
+    ) -> DraftOutput:
+        """Run the head over flattened tokens."""
+        if sources is not None:
+            hidden_states = hidden_states[sources]
+        if rows is None:
+            states = EagleDraftInput(hidden_states=hidden_states)
+            out = self._run(input_ids, positions, attend, states)
+            return DraftOutput(out.next_token_logits, out.hidden_states)
+        extend = EagleDraftExtendInput(hidden_states=hidden_states)
+        if SELECTS:
+            extend.select_index = rows
+        out = self._run(input_ids, positions, attend, extend, CaptureHiddenMode.LAST)
+        logits, kept = out.next_token_logits, out.hidden_states
+        return DraftOutput(logits, kept) if SELECTS else DraftOutput(logits[rows], kept[rows])
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Map draft token ids to target token ids."""
+        return token_ids if self.target_ids is None else self.target_ids[token_ids]

@@ -1,0 +1,258 @@
+"""Whole steps over SGLang's models, pools and request table."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from specattn.cache.external import ExternalTable
+from specattn.config import SpecConfig
+from specattn.errors import UnsupportedError
+from specattn.integrations.sglang import simulated
+from specattn.integrations.sglang.layers import backend_name, refusals
+from specattn.integrations.sglang.modules import SGLangDraft, SGLangTarget, kv_pool
+from specattn.integrations.sglang.names import ALGORITHM
+from specattn.speculative.model import ModelSlot
+from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.verify import accept
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from specattn.speculative.sampling import SamplingBatch
+    from specattn.speculative.step_decoder import PendingStep
+
+log = logging.getLogger(__name__)
+
+POOLS = ("MHATokenToKVPool",)
+MIB = 2**20
+
+
+def model_refusals(target: Any, draft: Any) -> list[str]:
+    """Say what of both models a step does not serve.
+
+    Parameters
+    ----------
+    target, draft : ModelRunner
+        SGLang's.
+    """
+    found = [
+        f"{role}: {reason}"
+        for role, runner in (("target", target), ("draft", draft))
+        for reason in refusals(runner, POOLS)
+    ]
+    if target.model_config.is_multimodal:
+        found.append("target: multimodal inputs")
+    if getattr(getattr(draft.model, "model", None), "fc", None) is None:
+        found.append(f"draft: {type(draft.model).__name__} mixes no features, as EAGLE-3 heads do")
+    return found
+
+
+class Steps:
+    """Steps of all of SGLang's requests, by row of its table.
+
+    Parameters
+    ----------
+    target, draft : ModelRunner
+        SGLang's, with models, pools and the request table.
+    tree : tuple of int
+        Steps, topk and nodes.
+    target_ids : Tensor or None
+        ``[Vd]``, the target's token of every token of the head.
+
+    Raises
+    ------
+    UnsupportedError
+        In one line, naming all that is not served.
+
+    Attributes
+    ----------
+    decoder : StepDecoder
+        What runs them.
+    longest : int
+        Tokens of prompt and answer that leave room for a step.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        tree: tuple[int, int, int],
+        target_ids: torch.Tensor | None,
+    ) -> None:
+        if found := model_refusals(target, draft):
+            raise UnsupportedError(f"SGLang algorithm {ALGORITHM!r}", found)
+        began, free = time.perf_counter(), _allocated()
+        req_to_token, page = target.req_to_token_pool.req_to_token, target.page_size
+        rows, width = req_to_token.shape
+        config = SpecConfig(*tree, width, rows - 1, page_size=page)
+        models = SGLangTarget(target, config), SGLangDraft(draft, target_ids)
+        pools = kv_pool(target), kv_pool(draft)
+        # SGLang has reserved slots for whatever it decodes
+        reserved = torch.full_like(req_to_token[:, 0], width).contiguous()
+        slots = pools[0].num_slots // page * page
+        table = ExternalTable(req_to_token, reserved, num_slots=slots, page_size=page)
+        dims = StateDims.of(models[1], config.proposals, draft_sampling=False)
+        self.states = RequestStates.alloc(rows, dims, req_to_token.device)
+        self.longest = width - config.reserve_len
+        self.target, self.target_ids = models[0], target_ids
+        records = _records(target)
+        with torch.no_grad(), _without_collection(target, records):
+            self.decoder = StepDecoder(
+                ModelSlot.of(models[0], pools[0], backend_name()),
+                ModelSlot.of(models[1], pools[1], backend_name()),
+                config,
+                table,
+                self.states,
+                buckets=_buckets(target, rows - 1, records),
+                record=records,
+                sampled=True,
+                accept=simulated.asked() or accept,
+                capturing=partial(_capturing, records),
+            )
+        self._records = records
+        self._in_flight: deque[PendingStep] = deque()
+        self._log(time.perf_counter() - began, _allocated() - free)
+
+    def admit(self, batch: Any, out: Any, sampling: SamplingBatch) -> None:
+        """Write the rows of requests whose prompts SGLang has run.
+
+        Of a prompt in pieces, each piece writes the row again.
+
+        Parameters
+        ----------
+        batch : ScheduleBatch
+            The prompts.
+        out : GenerationBatchResult
+            Their first tokens, and what the head proposes after them.
+        sampling : SamplingBatch
+            How the requests draw.
+        """
+        draft, drafting = out.next_draft_input, self.states.drafting
+        tokens = draft.topk_index
+        if self.target_ids is not None:
+            tokens = self.target_ids[tokens]
+        probs = draft.topk_p.float()
+        state = {
+            "topk_probs": probs,
+            "topk_tokens": tokens.long(),
+            "hidden_states": draft.hidden_states.to(drafting["hidden_states"].dtype),
+            "draft_probs": probs[:, :0],
+        }
+        self.states.admit(
+            batch.req_pool_indices.long(),
+            batch.seq_lens.to(torch.int32),
+            out.next_token_ids.long(),
+            state,
+            sampling,
+        )
+
+    def launch(self, batch: Any) -> GenerationBatchResult:
+        """Launch a step and return at once what it will write.
+
+        Tokens and their numbers are the host's pinned memory, which the step itself writes.
+        """
+        rows = batch.req_pool_indices_cpu.tolist()
+        step = self.decoder.step_async(rows, sampled=not batch.sampling_info.is_all_greedy)
+        self._in_flight.append(step)
+        packed = step.packed
+        scores = torch.empty(0) if batch.return_logprob else None
+        return GenerationBatchResult(
+            # who asked for scores has been refused
+            logits_output=LogitsProcessorOutput(next_token_logits=None, next_token_logprobs=scores),
+            # the numbers of a request follow each other: a count, then its tokens
+            next_token_ids=packed.view(-1)[1:],
+            accept_lens=packed[:, 0],
+            speculative_num_draft_tokens=packed.shape[1],
+            can_run_cuda_graph=self._records and len(rows) <= self.decoder.runner.buckets[-1],
+        )
+
+    def read(self) -> None:
+        """Note that SGLang has read the oldest step."""
+        self._in_flight.popleft().wait()
+
+    def _log(self, seconds: float, nbytes: int) -> None:
+        reports = self.decoder.report()
+        graphs = [report for report in reports if report.recorded]
+        buckets = self.decoder.runner.buckets
+        log.info(
+            "%s: steps %d-%d-%d of up to %d requests over SGLang's modules, attention %s; "
+            "%d graphs of %d batch sizes in %.1f s, %.0f MiB, of which buffers and workspaces "
+            "outside of graphs %.0f MiB",
+            ALGORITHM,
+            self.decoder.config.num_steps,
+            self.decoder.config.topk,
+            self.decoder.config.num_draft_tokens,
+            len(self.states.seq_lens) - 1,
+            self.decoder.target.backend.name,
+            len(graphs),
+            len(buckets),
+            seconds,
+            nbytes / MIB,
+            (nbytes - sum(report.nbytes for report in graphs)) / MIB,
+        )
+
+
+def _allocated() -> int:
+    """Return the device memory that torch has reserved, 0 without CUDA."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+
+
+def _records(runner: Any) -> bool:
+    """Return whether SGLang's options let decode steps be CUDA graphs."""
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+
+    return runner.device == "cuda" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+
+
+def _buckets(runner: Any, most: int, records: bool) -> list[int]:
+    """Return batch sizes: those that SGLang captures, or few for eager steps."""
+    if not records:
+        return [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
+    from sglang.srt.model_executor.runner import get_batch_sizes_to_capture
+
+    sizes, _ = get_batch_sizes_to_capture(runner)
+    return [int(size) for size in sizes]
+
+
+def _without_collection(runner: Any, records: bool) -> AbstractContextManager[None]:
+    """Return what keeps Python's garbage where it is while graphs are captured."""
+    if not records:
+        return nullcontext()
+    from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc
+
+    frozen: AbstractContextManager[None] = freeze_gc(runner.server_args.enable_cudagraph_gc)
+    return frozen
+
+
+@contextmanager
+def _capturing(records: bool) -> Iterator[None]:
+    """Enter what SGLang captures its own forwards in.
+
+    Its layers read there that nothing is a prompt, and its collectives register buffers.
+    """
+    from sglang.srt.distributed.parallel_state import graph_capture
+    from sglang.srt.layers.dp_attention import set_dp_buffer_len, set_is_extend_in_batch
+    from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+
+    set_dp_buffer_len(None, 0, False)
+    set_is_extend_in_batch(False)
+    if not records:
+        yield
+        return
+    with graph_capture(), model_capture_mode():
+        yield

@@ -1,0 +1,141 @@
+"""SGLang's worker of the algorithm: prompts are SGLang's, steps are this library's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+from specattn.integrations.sglang.requests import refuse, sampling_of, shorten
+from specattn.integrations.sglang.steps import Steps
+from specattn.speculative.prefill import first_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from specattn.speculative.sampling import SamplingBatch
+
+
+@dataclass
+class Relay(SpecInput):
+    """What SGLang carries from step to step: nothing of ours."""
+
+    bonus_tokens: None = None
+    future_indices: Tensor | None = None
+    topk_p: None = None
+    topk_index: None = None
+    hidden_states: None = None
+    dsa_topk_indices: None = None
+    future_dsa_topk_indices_available: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__(SpecInputType.EAGLE_DRAFT)
+
+    def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
+        """Return how many tokens forwards have per request: one."""
+        return 1, 1
+
+    def filter_batch(self, *args: Any, **options: Any) -> None:
+        """Keep nothing of nothing."""
+
+    def merge_batch(self, other: Relay) -> None:
+        """Add nothing."""
+
+
+class SpecAttnWorker(EAGLEWorkerV2):
+    """Prompts as `EAGLEWorkerV2` runs them; a decode is one step, launched whole.
+
+    It is made by SGLang, with what SGLang gives its own workers.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        runner = self.target_worker.model_runner
+        # no verify forward of SGLang's is replayed; its warm-up is another runner's
+        runner.init_cuda_graphs = partial(_without_decode_graphs, runner.init_cuda_graphs)
+        runner.sample = partial(self._sample, runner.sample)
+        self._drawing: SamplingBatch | None = None
+        self.steps: Steps | None = None
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple[Any, ...]:
+        """Name no backend: a step reads no length on the host."""
+        return ()
+
+    def init_attention_backends(self) -> None:
+        """Make the draft's attention for prompts alone."""
+        draft = self.draft_worker
+        draft.init_attention_backend = partial(_forget, draft, DRAFT_BACKENDS)
+        super().init_attention_backends()
+
+    def init_cuda_graphs(self) -> None:
+        """Capture steps, in place of SGLang's drafts and draft extends."""
+        draft = self.draft_worker
+        draft._capture_cuda_graphs = partial(_forget, draft, DRAFT_RUNNERS)
+        super().init_cuda_graphs()
+        self.steps = Steps(
+            self.target_worker.model_runner,
+            draft.draft_runner,
+            (self.speculative_num_steps, self.topk, self.speculative_num_draft_tokens),
+            draft.hot_token_id,
+        )
+
+    def forward_batch_generation(self, batch: Any, *args: Any, **options: Any) -> Any:
+        """Run a batch of prompts, or launch a step."""
+        assert self.steps is not None
+        if not (batch.forward_mode.is_extend() or batch.is_extend_in_batch):
+            out = self.steps.launch(batch)
+            out.next_draft_input = Relay()
+            return out
+        refuse(batch.reqs)
+        shorten(batch.reqs, self.steps.longest)
+        vocab_size = self.steps.target.vocab_size
+        sampling = sampling_of(batch, vocab_size, self.target_worker.random_seed)
+        self._drawing = sampling
+        out = super().forward_batch_generation(batch, *args, **options)
+        self.steps.admit(batch, out, sampling)
+        out.next_draft_input = Relay()
+        return out
+
+    def on_verify_complete_cpu(self, *args: Any, **options: Any) -> None:
+        """Free the memory of the step that the scheduler has read."""
+        assert self.steps is not None
+        self.steps.read()
+
+    def _sample(
+        self, original: Callable[..., Tensor], logits_output: Any, forward_batch: Any
+    ) -> Tensor:
+        """Draw first tokens as steps draw: by the request's seed.
+
+        SGLang's own choice stays where it computes log-probabilities of it.
+        """
+        drawing, self._drawing = self._drawing, None
+        if drawing is None or drawing.greedy or forward_batch.return_logprob:
+            return original(logits_output, forward_batch)
+        # SGLang's sampler changes them in place
+        logits = logits_output.next_token_logits.clone()
+        tokens = original(logits_output, forward_batch)
+        # of a prompt whose logits are not finite, whose first step ends it
+        own = first_tokens(logits, forward_batch.seq_lens.long() - 1, drawing).clamp(min=0)
+        return own.to(tokens.dtype)
+
+
+#: What SGLang's draft worker holds where it has neither drafts nor draft extends of its own.
+DRAFT_BACKENDS = ("draft_attn_backend", "draft_extend_attn_backend")
+DRAFT_RUNNERS = ("cuda_graph_runner", "cuda_graph_runner_for_draft_extend")
+
+
+def _forget(owner: Any, names: tuple[str, ...]) -> None:
+    """Set attributes to None."""
+    for name in names:
+        setattr(owner, name, None)
+
+
+def _without_decode_graphs(original: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Capture prompts alone."""
+    original(capture_decode_cuda_graph=False)

@@ -1,0 +1,235 @@
+"""A whole `sglang.Engine` whose steps are this library's, on a CPU, as a program.
+
+``python -m tests.integrations.sglang.steps_engine SETTING`` prints a line of JSON: what each part
+of the setting's requests got. ``stubs/`` has what a CPU needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.integrations.sglang.engine import PAIR
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+TEXTS = (
+    "def fibonacci(n):",
+    "import os\nclass Reader:",
+    "import os\nclass Reader:\n    def close(self):",
+    "def main():\n    parser =",
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
+    "    def __repr__(self):\n        return",
+    "import sys\n\n\nfor line in",
+)
+#: How many tokens each writes: they join and end on their own.
+LENGTHS = (8, 33, 20, 14, 27, 20)
+LONGEST = max(LENGTHS)
+#: How requests draw that name a seed.
+DRAWN = (
+    {"temperature": 1.0, "top_p": 0.9, "seed": 7},
+    {"temperature": 0.7, "top_k": 20, "seed": 11},
+)
+#: How requests draw that name none, and how many there are.
+LAW, DRAWS = {"temperature": 1.0, "top_k": 6}, 240
+CROWD = 40
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Steps, topk, nodes, options of SGLang's, and the parts of requests that are asked for."""
+
+    tree: tuple[int, int, int]
+    parts: tuple[str, ...] = ("again", "drawn")
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+SETTINGS = {
+    "tree": Setting((4, 5, 16), ("again", "drawn", "streamed", "aborted", "refused", "law")),
+    "chain": Setting((4, 1, 5), options={"disable_overlap_schedule": True}),
+    "pages": Setting((4, 2, 8), options={"page_size": 16}),
+    "full": Setting((4, 2, 8), ("crowd",), {"max_total_tokens": 84}),
+    "ranks": Setting((4, 5, 16), ("drawn", "unseeded"), {"tp_size": 2}),
+}
+
+
+def options(setting: Setting) -> dict[str, Any]:
+    """Return what `sglang.Engine` takes."""
+    steps, topk, nodes = setting.tree
+    return {
+        "model_path": str(PAIR / "target"),
+        "device": "cpu",
+        "dtype": "float32",
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "grammar_backend": "none",
+        "sampling_backend": "pytorch",
+        "max_total_tokens": 2048,
+        "max_running_requests": 3,
+        # the longest prompt comes in two pieces
+        "chunked_prefill_size": 32,
+        "skip_server_warmup": True,
+        "log_level": "error",
+        "speculative_algorithm": "SPECATTN",
+        "speculative_draft_model_path": str(PAIR / "draft"),
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": nodes,
+    } | setting.options
+
+
+def prompts() -> list[list[int]]:
+    """Return the prompts in the pair's tokens."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in TEXTS]
+
+
+def sampling(law: dict[str, Any]) -> dict[str, Any]:
+    """Return a law as SGLang names its numbers."""
+    renamed = {"sampling_seed" if name == "seed" else name: value for name, value in law.items()}
+    return {"temperature": 0} | renamed
+
+
+class Asking:
+    """Requests to an engine, by the number of their prompt."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.prompts = engine, prompts()
+        self.known: dict[str, Any] = {}
+
+    async def one(self, at: int, new: int | None = None, **asked: Any) -> dict[str, Any]:
+        """Ask once; return tokens, verify forwards, cached tokens and the end."""
+        scores = asked.pop("return_logprob", False)
+        out = await self.engine.async_generate(
+            input_ids=self.prompts[at],
+            sampling_params={
+                "temperature": 0,
+                "max_new_tokens": new or LENGTHS[at],
+                "ignore_eos": True,
+                **asked,
+            },
+            return_logprob=scores,
+        )
+        meta = out["meta_info"]
+        return {
+            "tokens": out["output_ids"],
+            "verified": meta.get("spec_verify_ct"),
+            "cached": meta["cached_tokens"],
+            "end": meta["finish_reason"],
+        }
+
+    async def first(self) -> Any:
+        """All prompts, greedily."""
+        return await asyncio.gather(*(self.one(at) for at in range(len(TEXTS))))
+
+    async def again(self) -> Any:
+        """Some of them, from the radix cache; one ends early, one takes no step."""
+        stop = self.known["first"][1]["tokens"][6]
+        return await asyncio.gather(
+            self.one(4),
+            self.one(1, stop_token_ids=[stop], ignore_eos=False),
+            self.one(2),
+            self.one(0, 1),
+        )
+
+    async def drawn(self) -> Any:
+        """A greedy request beside two that draw."""
+        return await asyncio.gather(self.one(3), *(self.one(5, **sampling(law)) for law in DRAWN))
+
+    async def unseeded(self) -> Any:
+        """Requests that draw and name no seed."""
+        return await asyncio.gather(*(self.one(5, temperature=1.0) for _ in range(3)))
+
+    async def streamed(self) -> Any:
+        """The tokens that had come whenever some came."""
+        asked = {"temperature": 0, "max_new_tokens": LENGTHS[1], "ignore_eos": True}
+        coming = await self.engine.async_generate(
+            input_ids=self.prompts[1], sampling_params=asked, stream=True
+        )
+        return [out["output_ids"] async for out in coming]
+
+    async def aborted(self) -> Any:
+        """How long requests ended that were aborted, then all prompts again."""
+        asked = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+        started = [
+            asyncio.create_task(
+                self.engine.async_generate(input_ids=ids, sampling_params=asked, rid=f"long-{at}")
+            )
+            for at, ids in enumerate(self.prompts)
+        ]
+        await asyncio.sleep(1)
+        for at in range(len(started)):
+            self.engine.tokenizer_manager.abort_request(rid=f"long-{at}")
+        ended = await asyncio.gather(*started)
+        kinds = [out["meta_info"]["finish_reason"]["type"] for out in ended]
+        return {"ends": kinds, "after": await self.first()}
+
+    async def refused(self) -> Any:
+        """A request that is served, and the errors of those beside it."""
+        asked = (
+            {"frequency_penalty": 0.5, "min_p": 0.1},
+            {"logit_bias": {"5": 1.0}},
+            {"return_logprob": True},
+        )
+        out = await asyncio.gather(
+            self.one(2), *(self.one(3, **one) for one in asked), return_exceptions=True
+        )
+        return [out[0], *map(str, out[1:])]
+
+    async def law(self) -> Any:
+        """Two tokens of many requests of one prompt, none of which names a seed."""
+        out = await asyncio.gather(*(self.one(0, 2, **LAW) for _ in range(DRAWS)))
+        return [one["tokens"] for one in out]
+
+    async def crowd(self) -> Any:
+        """Requests that come and end at random."""
+        chance = random.Random(0)
+
+        async def one(at: int, new: int, seconds: float) -> Any:
+            await asyncio.sleep(seconds)
+            return {"at": at, "new": new, **await self.one(at, new)}
+
+        drawn = [
+            (chance.randrange(len(TEXTS)), chance.randrange(2, 25), chance.uniform(0, 3))
+            for _ in range(CROWD)
+        ]
+        return await asyncio.gather(*(one(*asked) for asked in drawn))
+
+
+def main(setting: str) -> None:
+    """Run all parts of a setting."""
+    import sglang
+
+    chosen = SETTINGS[setting]
+    ranks = chosen.options.get("tp_size", 1)
+    # SGLang wants a core named for each rank where they share a memory node
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
+    # compiling a few small functions takes longer than all that they do here
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    # a torch for CUDA brings NCCL, which ranks on a CPU would start
+    os.environ["SGLANG_NCCL_SO_PATH"] = "none"
+    engine = sglang.Engine(**options(chosen))
+    asking = Asking(engine)
+    try:
+        for part in ("first", *chosen.parts):
+            ask: Callable[[], Awaitable[Any]] = getattr(asking, part)
+            asking.known[part] = engine.loop.run_until_complete(ask())
+    finally:
+        engine.shutdown()
+    counted = Path(os.environ.get("SPECATTN_COUNTS", ""))
+    if counted.is_file():
+        asking.known["counts"] = json.loads(counted.read_text())
+    print("RESULT " + json.dumps(asking.known), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,162 @@
+"""What of options and requests is refused, and how requests draw; no engine runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from specattn.errors import UnsupportedError
+from specattn.integrations.sglang import names
+
+pytestmark = pytest.mark.sglang
+
+
+def arguments(**changed):
+    """Return options that are served, and those that are changed."""
+    served = {
+        "speculative_draft_model_path": "head",
+        "speculative_num_steps": None,
+        "speculative_eagle_topk": None,
+        "speculative_num_draft_tokens": None,
+        "max_running_requests": None,
+        "enable_mixed_chunk": True,
+    }
+    return SimpleNamespace(**served | changed)
+
+
+def algorithm():
+    from specattn.integrations.sglang.algorithm import SpecAttnAlgorithm
+
+    return SpecAttnAlgorithm(names.ALGORITHM, lambda args: None, supports_overlap=True)
+
+
+def request(new=8, prompt=4, rid="one", **asked):
+    params = {
+        "max_new_tokens": new,
+        "sampling_seed": None,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": None,
+        "min_new_tokens": 0,
+    }
+    own = {"return_logprob": False, "return_hidden_states": False, "grammar": None}
+    return SimpleNamespace(
+        rid=rid,
+        origin_input_ids=[1] * prompt,
+        to_finish=None,
+        sampling_params=SimpleNamespace(**params | {k: asked[k] for k in asked if k in params}),
+        **own | {k: asked[k] for k in asked if k in own},
+    )
+
+
+def test_options_that_are_not_served_are_named_at_once():
+    asked = arguments(enable_lora=True, pp_size=2, speculative_draft_model_path=None)
+    with pytest.raises(UnsupportedError) as raised:
+        algorithm().handle_server_args(asked)
+    assert len(raised.value.reasons) == 3
+    for part in ("enable_lora=True", "pp_size=2", "speculative_draft_model_path"):
+        assert part in str(raised.value)
+
+
+def test_every_option_is_one_of_sglangs():
+    from sglang.srt.server_args import ServerArgs
+
+    from specattn.integrations.sglang.algorithm import SERVED
+
+    known = {*dir(ServerArgs), *ServerArgs.__annotations__}
+    assert SERVED.keys() <= known
+
+
+def test_what_is_not_said_is_chosen():
+    asked = arguments()
+    algorithm().handle_server_args(asked)
+    tree = asked.speculative_num_steps, asked.speculative_eagle_topk
+    assert (*tree, asked.speculative_num_draft_tokens) == (3, 1, 4)
+    assert (asked.max_running_requests, asked.enable_mixed_chunk) == (48, False)
+    chain = arguments(speculative_num_steps=5, speculative_eagle_topk=1, max_running_requests=7)
+    algorithm().handle_server_args(chain)
+    assert (chain.speculative_num_draft_tokens, chain.max_running_requests) == (6, 7)
+
+
+def test_a_missing_name_refuses_the_algorithm_alone(monkeypatch):
+    monkeypatch.setattr(names, "STEP_NAMES", {"json.gone": ()})
+    assert names.problems() == []
+    with pytest.raises(UnsupportedError, match=r"json\.gone"):
+        algorithm().handle_server_args(arguments())
+
+
+def test_every_method_that_is_replaced_is_in_the_table():
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+
+    from specattn.integrations.sglang.algorithm import RowMap
+    from specattn.integrations.sglang.worker import SpecAttnWorker
+
+    pairs = ((SpecAttnWorker, EAGLEWorkerV2, names.STEP_WORKER), (RowMap, FutureMap, names.MAP))
+    for own, theirs, path in pairs:
+        # what Python itself puts there
+        own_names = {name for name in vars(own) if not name.startswith(("__", "_abc"))}
+        replaced = {name for name in own_names if hasattr(theirs, name)}
+        assert {f"{path}.{name}" for name in replaced} <= names.STEP_NAMES.keys()
+
+
+def test_the_algorithm_answers_all_that_sglang_asks():
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    asked = {
+        name
+        for name, value in vars(SpeculativeAlgorithm).items()
+        if callable(value) and not name.startswith("_")
+    }
+    # how its own members are found and made
+    asked -= {"from_string", "register"}
+    assert [name for name in sorted(asked) if not hasattr(algorithm(), name)] == []
+
+
+@pytest.mark.usefixtures("active")
+def test_the_plug_in_is_active():
+    """SGLang knows backend and algorithm, and has every name that they use."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({}, ""),
+        ({"min_p": 0.1, "repetition_penalty": 1.1}, "min_p, penalties"),
+        ({"return_logprob": True, "grammar": object()}, "logprobs, a grammar"),
+        ({"logit_bias": {"5": 1.0}, "min_new_tokens": 3}, "logit_bias, min_new_tokens"),
+        # its prompt gives the only token, so that it takes no step
+        ({"return_logprob": True, "new": 1}, ""),
+    ],
+)
+def test_requests_are_refused_by_name(asked, named):
+    from specattn.integrations.sglang.requests import refuse
+
+    req = request(**asked)
+    refuse([req])
+    if not named:
+        assert req.to_finish is None
+        return
+    assert req.to_finish.message == f"SPECATTN does not serve {named}"
+    assert req.to_finish.status_code == 400
+
+
+def test_seeds_are_the_requests_own_or_derived_alike():
+    from specattn.integrations.sglang.requests import seed_of
+
+    assert seed_of(request(sampling_seed=7), 1) == 7
+    assert seed_of(request(sampling_seed=2**63), 1) == -(2**63)
+    derived = [seed_of(request(rid=rid), base) for rid, base in (("a", 1), ("b", 1), ("a", 2))]
+    assert len(set(derived)) == 3
+    assert seed_of(request(rid="a"), 1) == derived[0]
+
+
+def test_answers_end_while_a_step_has_room():
+    from specattn.integrations.sglang.requests import shorten
+
+    reqs = [request(new, prompt) for new, prompt in ((8, 4), (8, 15), (None, 4), (5, 30))]
+    shorten(reqs, 20)
+    assert [req.sampling_params.max_new_tokens for req in reqs] == [8, 5, 16, 1]
