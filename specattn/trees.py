@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specattn.errors import TreeError
+from specattn.kernels.tree.build import child_links
 from specattn.plan import mask_words, words_of
 
 __all__ = ["links_from_parents", "validate_tree", "words_from_parents"]
@@ -33,11 +34,8 @@ def links_from_parents(parents: Tensor) -> tuple[Tensor, Tensor]:
     TreeError
         If there is no root, or a node's parent is missing, outside the row, or below the node.
     """
-    links = [_links(row) for row, _ in _trees(parents)]
-    first, sibling = (
-        torch.tensor([pair[at] for pair in links], dtype=torch.int64, device=parents.device)
-        for at in range(2)
-    )
+    _trees(parents)
+    first, sibling = child_links(parents.reshape(-1, parents.shape[-1]))
     return first.view(parents.shape), sibling.view(parents.shape)
 
 
@@ -62,7 +60,7 @@ def words_from_parents(parents: Tensor) -> Tensor:
         As in `links_from_parents`.
     """
     n = parents.shape[-1] if parents.dim() else 0
-    words = words_of([path for _, paths in _trees(parents) for path in paths], n)
+    words = words_of([path for paths in _trees(parents) for path in paths], n)
     return words.view(*parents.shape, mask_words(n)).to(parents.device)
 
 
@@ -135,8 +133,8 @@ def _members(bits: int) -> list[int]:
     return [node for node in range(bits.bit_length()) if bits >> node & 1]
 
 
-def _trees(parents: Tensor) -> list[tuple[list[int], list[int]]]:
-    """Return the parents of every tree and, as bits, every node's path."""
+def _trees(parents: Tensor) -> list[list[int]]:
+    """Check trees; return every node's path, as bits."""
     if parents.dim() not in (1, 2) or not parents.shape[-1] or parents.is_floating_point():
         raise TreeError(
             f"parents must be [n] or [B, n] {torch.int64} with n at least 1, "
@@ -146,7 +144,7 @@ def _trees(parents: Tensor) -> list[tuple[list[int], list[int]]]:
     for b, row in enumerate(parents.reshape(-1, parents.shape[-1]).tolist()):
         where = f"request {b}, " if parents.dim() > 1 else ""
         _check_parents(where, row)
-        found.append((row, _paths(where, row)))
+        found.append(_paths(where, row))
     return found
 
 
@@ -177,19 +175,6 @@ def _paths(where: str, row: list[int]) -> list[int]:
             paths[child] = paths[at] | 1 << child
             at = child
     return [paths[node] for node in range(len(row))]
-
-
-def _links(row: list[int]) -> tuple[list[int], list[int]]:
-    """Return every node's first child and next sibling, -1 for none."""
-    first, sibling = [-1] * len(row), [-1] * len(row)
-    newest: dict[int, int] = {}
-    for node, parent in enumerate(row[1:], 1):
-        if parent in newest:
-            sibling[newest[parent]] = node
-        else:
-            first[parent] = node
-        newest[parent] = node
-    return first, sibling
 
 
 def _padding(words: Tensor) -> set[int]:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+
+def require_shape(
+    shape: tuple[int, ...], dtype: torch.dtype | None = None, **tensors: Tensor | None
+) -> None:
+    """Raise ValueError, naming the tensor, unless all have a shape and dtype."""
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.shape != shape or dtype not in (None, tensor.dtype)):
+            kinds = ("", "") if dtype is None else (f" {dtype}", f" {tensor.dtype}")
+            raise ValueError(
+                f"{name} must be {list(shape)}{kinds[0]}, got {list(tensor.shape)}{kinds[1]}"
+            )
 
 
 def require_dense(**tensors: Tensor | None) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.checks import require_dense, require_rows, require_shape
 
 if TYPE_CHECKING:
     from specattn.batch import AcceptResult
@@ -85,9 +85,7 @@ def path_logprobs(
         processed=processed,
         probs=accepted.probs,
     )
-    for name, tensor in (("processed", processed), ("probs", accepted.probs)):
-        if tensor is not None and tensor.shape != logits.shape:
-            raise ValueError(f"{name} must be {list(logits.shape)}, got {list(tensor.shape)}")
+    require_shape(tuple(logits.shape), processed=processed, probs=accepted.probs)
     if not accepted.accept_tokens.numel():
         return
     if on_triton(logits):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import launch_options, power_of_2
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ def lookup_tree(
     _check_range("num_steps", num_steps, 1, _MAX_NODES - 1)
     _check_text(text, rows, seq_lens)
     _check_range("nodes", tokens_out.shape[1], 1, _MAX_NODES)
-    for name, out in (("tokens_out", tokens_out), ("parents_out", parents_out)):
-        _check_tensor(name, out, (len(rows), tokens_out.shape[1]), torch.int64)
-    _check_tensor("ngrams_out", ngrams_out, (len(rows),), torch.int32)
+    shape = len(rows), tokens_out.shape[1]
+    require_shape(shape, torch.int64, tokens_out=tokens_out, parents_out=parents_out)
+    require_shape(shape[:1], torch.int32, ngrams_out=ngrams_out)
     require_dense(tokens_out=tokens_out, parents_out=parents_out, ngrams_out=ngrams_out)
     if not len(rows):
         return
@@ -142,8 +142,8 @@ def append_text(text: Tensor, rows: Tensor, seq_lens: Tensor, tokens: Tensor, le
         If a tensor is of another shape, dtype or layout.
     """
     _check_text(text, rows, seq_lens)
-    _check_tensor("tokens", tokens, (len(rows), tokens.shape[-1]), torch.int64)
-    _check_tensor("lens", lens, (len(rows),), torch.int32)
+    require_shape((len(rows), tokens.shape[-1]), torch.int64, tokens=tokens)
+    require_shape((len(rows),), torch.int32, lens=lens)
     require_rows(tokens=tokens)
     require_dense(lens=lens)
     if not tokens.numel():
@@ -178,17 +178,10 @@ def _check_text(text: Tensor, rows: Tensor, seq_lens: Tensor) -> None:
         raise ValueError(
             f"text must be [R, 1..{MAX_CONTEXT}] {torch.int32}, got {list(text.shape)} {text.dtype}"
         )
-    _check_tensor("rows", rows, (len(rows),), torch.int64)
-    _check_tensor("seq_lens", seq_lens, (len(rows),), torch.int32)
+    require_shape((len(rows),), torch.int64, rows=rows)
+    require_shape((len(rows),), torch.int32, seq_lens=seq_lens)
     require_rows(text=text)
     require_dense(rows=rows, seq_lens=seq_lens)
-
-
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tensor.shape != shape or tensor.dtype != dtype:
-        raise ValueError(
-            f"{name} must be {list(shape)} {dtype}, got {list(tensor.shape)} {tensor.dtype}"
-        )
 
 
 def _check_range(name: str, value: int, least: int, most: int) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.checks import require_dense, require_rows, require_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,8 +86,7 @@ class Window:
             raise ValueError(
                 f"table must be [{batch}, at least {columns}], got {list(self.table.shape)}"
             )
-        if self.store.shape != tokens:
-            raise ValueError(f"store must be {list(tokens)}, got {list(self.store.shape)}")
+        require_shape(tokens, store=self.store)
         require_rows(table=self.table)
         require_dense(
             slot_map=self.slot_map,

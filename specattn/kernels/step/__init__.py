@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import as_columns, require_dense, require_rows
+from specattn.kernels.checks import as_columns, require_dense, require_rows, require_shape
 from specattn.kernels.indices.tables import table_slots
 from specattn.kernels.launch import cdiv, launch_options, power_of_2
 
@@ -210,8 +210,7 @@ def end_step(
         or a stride is another.
     """
     batch, depth = accepted.accept_tokens.shape
-    if packed_out.shape != (batch, 1 + depth):
-        raise ValueError(f"packed_out must be [{batch}, {1 + depth}], got {list(packed_out.shape)}")
+    require_shape((batch, 1 + depth), packed_out=packed_out)
     _check_copies(batch, copies, "source")
     require_dense(
         rows=rows,
@@ -411,10 +410,7 @@ def _check_start(out: StepStart, batch: int, reserve_len: int) -> None:
     for name, tensor in out._asdict().items():
         if tensor is not None and len(tensor) != batch:
             raise ValueError(f"out.{name} must have {batch} rows, got {list(tensor.shape)}")
-    if out.window.shape != (batch, reserve_len):
-        raise ValueError(
-            f"out.window must be [{batch}, {reserve_len}], got {list(out.window.shape)}"
-        )
+    require_shape((batch, reserve_len), None, **{"out.window": out.window})
     dense = {"out.rows": out.rows, "out.seq_lens": out.seq_lens, "out.draft_lens": out.draft_lens}
     require_dense(**dense)
     require_rows(

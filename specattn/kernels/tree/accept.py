@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import cdiv, launch_options, power_of_2
 from specattn.kernels.sampling import sample_weights, vocab_tiles
 
@@ -257,11 +257,7 @@ def _check_sampled(
     _check_path(tree, out)
     require_rows(target_probs=target_probs)
     require_dense(coins=coins, final_coins=final_coins)
-    for name, tensor in (("coins", coins), ("final_coins", final_coins)):
-        if tensor.shape != out.accept_index.shape:
-            raise ValueError(
-                f"{name} must be {list(out.accept_index.shape)}, got {list(tensor.shape)}"
-            )
+    require_shape(tuple(out.accept_index.shape), coins=coins, final_coins=final_coins)
 
 
 def _draw_bonus(path: Tensor, residual: Tensor, weights: Tensor, final_coins: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense
+from specattn.kernels.checks import require_dense, require_shape
 from specattn.kernels.launch import launch_options, power_of_2
 from specattn.kernels.tree.build import MAX_NODES, write_links, written
 
@@ -121,11 +121,7 @@ def _check_marginals(log_probs: Tensor, tokens: Tensor, nodes: int) -> None:
             f"log_probs must be [B, L, K] {torch.float32}, got {list(log_probs.shape)} "
             f"{log_probs.dtype}"
         )
-    if tokens.shape != log_probs.shape or tokens.dtype != torch.int64:
-        raise ValueError(
-            f"tokens must be {list(log_probs.shape)} {torch.int64}, got {list(tokens.shape)} "
-            f"{tokens.dtype}"
-        )
+    require_shape(tuple(log_probs.shape), torch.int64, tokens=tokens)
     _, length, ranks = log_probs.shape
     if length >= MAX_NODES or ranks >= MAX_NODES:
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import launch_options, power_of_2
 from specattn.kernels.sampling import score_key
 from specattn.kernels.tree.beams import node_bits
@@ -136,12 +136,7 @@ def link_tree(linked: Linked, seq_lens: Tensor, *, out: DraftTree) -> None:
         raise ValueError(f"tokens must be [B, 1..{MAX_NODES}], got {list(shape)}")
     given, outs = {"tokens": tokens, "parents": parents}, written(out)
     words = outs.pop("out.words")
-    for name, tensor in (given | outs).items():
-        if tensor.shape != shape or tensor.dtype != torch.int64:
-            raise ValueError(
-                f"{name} must be {list(shape)} {torch.int64}, got {list(tensor.shape)} "
-                f"{tensor.dtype}"
-            )
+    require_shape(shape, torch.int64, **given, **outs)
     if words.shape[:2] != shape or words.shape[2] * 64 < shape[1]:
         raise ValueError(
             f"out.words must be {[*shape, -(-shape[1] // 64)]}, got {list(words.shape)}"
@@ -177,7 +172,7 @@ def link_tree(linked: Linked, seq_lens: Tensor, *, out: DraftTree) -> None:
     seen = torch.where(known[:, :, None], seen, node_bits(node, words.shape[2]))
     depth = torch.where(known, depth, 0)
     # no two nodes of padding are siblings
-    links = _child_links(torch.where(known, parents, -1 - node))
+    links = child_links(torch.where(known, parents, -1 - node))
     made = (tokens, seq_lens[:, None] + depth, seen, *links)
     for new, old in zip(made, written(out).values(), strict=True):
         if chosen is not None:
@@ -203,7 +198,7 @@ def write_links(out: DraftTree, parent: Tensor, seq_lens: Tensor, depth_limit: i
     Node 0 is the root, of parent -1; no node is deeper than ``depth_limit``.
     """
     words, depth = _ancestors(parent, out.words.shape[2], depth_limit)
-    next_token, next_sibling = _child_links(parent)
+    next_token, next_sibling = child_links(parent)
     out.words.copy_(words)
     out.positions.copy_(seq_lens[:, None] + depth)
     out.retrieve_next_token.copy_(next_token)
@@ -263,7 +258,7 @@ def _ancestors(parent: Tensor, num_words: int, depth_limit: int) -> tuple[Tensor
     return words, depth
 
 
-def _child_links(parent: Tensor) -> tuple[Tensor, Tensor]:
+def child_links(parent: Tensor) -> tuple[Tensor, Tensor]:
     """Return first-child and next-sibling links ``[B, n]`` of parent tables, children ascending."""
     count = parent.shape[1]
     node = torch.arange(count, device=parent.device)
