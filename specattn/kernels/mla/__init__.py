@@ -14,14 +14,25 @@ from torch import Tensor
 
 from specattn.kernels import TritonModule
 from specattn.kernels.attention import check_extend
-from specattn.kernels.attention.tiles import MergeTile, TileConfig, logit_factors
-from specattn.kernels.attention.tree import DeterministicSplits, Operands, TreeAttention
+from specattn.kernels.attention.tiles import (
+    DeviceLimits,
+    MergeTile,
+    TileConfig,
+    cdiv,
+    logit_factors,
+)
+from specattn.kernels.attention.tree import (
+    DeterministicSplits,
+    Operands,
+    TreeAttention,
+    row_strides,
+)
+from specattn.kernels.mla.tiles import latent_widths, mla_extend_tile_config
 
 if TYPE_CHECKING:
     from specattn.kernels.attention.triton import TreeKernels
-    from specattn.kernels.mla import triton as launch
-else:
-    launch = TritonModule("specattn.kernels.mla.triton")
+
+launch = TritonModule("specattn.kernels.mla.triton_extend")
 
 __all__ = ["MlaAttention", "mla_extend"]
 
@@ -140,18 +151,30 @@ def mla_extend(
     _check_latent(k_cache, v_cache)
     if not len(q):
         return
-    launch.mla_extend(
-        q=q,
-        cache=k_cache,
-        out=out,
-        lse=lse,
-        qo_indptr=qo_indptr,
-        seq_lens=seq_lens,
-        req_pool_indices=req_pool_indices,
-        req_to_token=req_to_token,
-        max_q_len=max_q_len,
-        base2=logit_factors(sm_scale, 0.0)[0],
-        tile=tile,
+    heads, head_dim = q.shape[1:]
+    tile = tile or mla_extend_tile_config(q.dtype, DeviceLimits.of(q.device))
+    launch.mla_extend_kernel[cdiv(max_q_len * heads, tile.block_m), len(seq_lens)](
+        q,
+        k_cache,
+        out,
+        lse,
+        qo_indptr,
+        seq_lens,
+        req_pool_indices,
+        req_to_token,
+        logit_factors(sm_scale, 0.0)[0],
+        req_to_token.stride(0),
+        *row_strides(q),
+        *row_strides(out),
+        *row_strides(lse),
+        SLOT=k_cache.stride(0),
+        HEADS=heads,
+        BM=tile.block_m,
+        BN=tile.block_n,
+        STAGES=tile.stages,
+        **latent_widths(head_dim, out.shape[2]),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
 
 

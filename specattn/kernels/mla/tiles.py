@@ -11,6 +11,7 @@ from specattn.kernels.attention.tiles import (
     MergeTile,
     TileConfig,
     fit_tile,
+    padded,
 )
 
 # a row of DeepSeek's, padded: no model has a wider one
@@ -54,3 +55,14 @@ def mla_extend_tile_config(dtype: torch.dtype, limits: DeviceLimits = HOPPER) ->
     size = 16 if dtype == torch.float32 else 64 if limits.major == HOPPER.major else 32
     tile = TileConfig(size, size, warps=8, stages=2, ctas_per_sm=1)
     return fit_tile(tile, ROW * dtype.itemsize, ROW * dtype.itemsize, limits)
+
+
+def latent_widths(head_dim: int, v_head_dim: int) -> dict[str, int]:
+    """Return the widths of a row's two parts, as the kernels' constants."""
+    rope = head_dim - v_head_dim
+    return {
+        "RANK": v_head_dim,
+        "ROPE": rope,
+        "RANK_PAD": padded(v_head_dim),
+        "ROPE_PAD": padded(rope),
+    }

@@ -6,21 +6,11 @@ as key and as value, for all heads.
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from specattn.kernels.attention.tiles import (
-    DeviceLimits,
-    GluonTile,
-    MergeTile,
-    TileConfig,
-    cdiv,
-    padded,
-)
+from specattn.kernels.attention.tiles import GluonTile, MergeTile, TileConfig
 from specattn.kernels.attention.tree import Operands, TreeAttention, row_strides
 from specattn.kernels.attention.triton import TreeKernels, tile_options
 from specattn.kernels.mla.gluon import choose_mla_tile, copies_16_bytes, launch_latent
-from specattn.kernels.mla.tiles import MERGE, mla_extend_tile_config
-from specattn.kernels.mla.triton_extend import mla_extend_kernel
+from specattn.kernels.mla.tiles import MERGE, latent_widths
 from specattn.kernels.mla.triton_tree import mla_attention_kernel
 
 
@@ -82,60 +72,7 @@ class LatentKernels(TreeKernels):
             MT=grid.m_tiles,
             STAGES=tile.stages,
             SHORT=tile.short,
-            **_widths(bucket.head_dim, bucket.v_head_dim),
+            **latent_widths(bucket.head_dim, bucket.v_head_dim),
             **tile_options(tile),
             **self.launch_options,
         )
-
-
-def mla_extend(
-    *,
-    q: Tensor,
-    cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    qo_indptr: Tensor,
-    seq_lens: Tensor,
-    req_pool_indices: Tensor,
-    req_to_token: Tensor,
-    max_q_len: int,
-    base2: float,
-    tile: TileConfig | None,
-) -> None:
-    """Launch prompt attention; arguments as `specattn.kernels.mla` has checked them."""
-    heads, head_dim = q.shape[1:]
-    tile = tile or mla_extend_tile_config(q.dtype, DeviceLimits.of(q.device))
-    mla_extend_kernel[(cdiv(max_q_len * heads, tile.block_m), len(seq_lens))](
-        q,
-        cache,
-        out,
-        lse,
-        qo_indptr,
-        seq_lens,
-        req_pool_indices,
-        req_to_token,
-        base2,
-        req_to_token.stride(0),
-        *row_strides(q),
-        *row_strides(out),
-        *row_strides(lse),
-        SLOT=cache.stride(0),
-        HEADS=heads,
-        BM=tile.block_m,
-        BN=tile.block_n,
-        STAGES=tile.stages,
-        **_widths(head_dim, out.shape[2]),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-
-
-def _widths(head_dim: int, v_head_dim: int) -> dict[str, int]:
-    """Return the widths of a row's two parts, as the kernels' constants."""
-    rope = head_dim - v_head_dim
-    return {
-        "RANK": v_head_dim,
-        "ROPE": rope,
-        "RANK_PAD": padded(v_head_dim),
-        "ROPE_PAD": padded(rope),
-    }
