@@ -25,6 +25,13 @@ LENGTHS = [33, 0, 70, 5]
 # of float8 keys and values
 SCALES = (0.7, 1.9)
 TREES = ("decode", "tree_verify", "draft_lists", "prompt_extend")
+# capabilities, by the options that take them
+NEEDS = {
+    "window_left": "window",
+    "logit_cap": "cap",
+    "sinks": "sinks",
+    "deterministic": "deterministic",
+}
 
 
 @dataclass(frozen=True)
@@ -131,14 +138,8 @@ def scenarios(declared: Capabilities, *, evicts: bool) -> Iterator[Scenario]:
     yield from _stored(declared, max(16, declared.page_size))
     yield from _sinks(declared.dtypes)
     if evicts:
-        yield from _sweep(
-            "unused memory",
-            {
-                "evicted": (QUICK, {"window_left": 9}),
-                "evicted_0": (FULL, {"window_left": 0}),
-            },
-            needs=("window",),
-        )
+        gone = {"evicted": (QUICK, {"window_left": 9}), "evicted_0": (FULL, {"window_left": 0})}
+        yield from _sweep("unused memory", gone)
     yield from _pages(declared.page_size)
     yield from _together(declared)
     yield from _shapes()
@@ -150,12 +151,12 @@ def _sweep(
     broken: str,
     variants: dict[str, tuple[int, dict[str, Any]]],
     modes: tuple[str, ...] = tuple(MODES),
-    needs: tuple[str, ...] = (),
     lengths: list[int] = LENGTHS,
     kind: type[Scenario] = Scenario,
 ) -> Iterator[Scenario]:
     """Every variant, ``(level, options)``, of every mode."""
     for variant, (level, options) in variants.items():
+        needs = tuple(need for option, need in NEEDS.items() if option in options)
         for name in modes:
             mode = MODES[name]
             # the interpreter gets one mode of what the others share
@@ -165,113 +166,67 @@ def _sweep(
             )
 
 
+def _window(left: int) -> dict[str, Any]:
+    return {"window_left": left, "evict": False}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _options(dtypes: tuple[torch.dtype, ...], page: int) -> Iterator[Scenario]:
+    windows = ((QUICK, 0), (SMOKE, 9), (FULL, 1), (FULL, 69), (FULL, 1000))
     yield from _sweep(
-        "window",
-        {
-            f"window_{left}": (level, {"window_left": left, "evict": False})
-            for level, left in ((QUICK, 0), (SMOKE, 9), (FULL, 1), (FULL, 69), (FULL, 1000))
-        },
-        needs=("window",),
+        "window", {f"window_{left}": (level, _window(left)) for level, left in windows}
     )
     # tiles in front of the window, none of whose keys are seen
-    yield from _sweep(
-        "window",
-        {"window_69_long": (QUICK, {"window_left": 69, "evict": False})},
-        TREES,
-        needs=("window",),
-        lengths=[1300, 3],
-    )
-    yield from _sweep(
-        "cap",
-        {
-            "cap": (SMOKE, {"logit_cap": 1.5, "scale": 2.0}),
-            "cap_30": (FULL, {"logit_cap": 30.0}),
-        },
-        needs=("cap",),
-    )
-    yield from _sweep(
-        "cap",
-        {
-            "cap_window": (FULL, {"logit_cap": 2.0, "window_left": 9, "evict": False}),
-        },
-        needs=("cap", "window"),
-    )
-    yield from _sweep(
-        "dtypes", {str(dtype).removeprefix("torch."): (QUICK, {"dtype": dtype}) for dtype in dtypes}
-    )
-    yield from _sweep(
-        "dtypes",
-        {
-            f"{str(dtype).removeprefix('torch.')}_window_page_{page}": (
-                FULL,
-                {"dtype": dtype, "window_left": 20, "page_size": page, "evict": False},
-            )
-            for dtype in dtypes
-        },
-        needs=("window",),
-    )
-    yield from _sweep(
-        "deterministic",
-        {
-            "deterministic": (QUICK, {"deterministic": True}),
-            "deterministic_cap": (FULL, {"deterministic": True, "logit_cap": 1.5, "scale": 2.0}),
-            "deterministic_window": (
-                FULL,
-                {"deterministic": True, "window_left": 20, "evict": False},
-            ),
-        },
-        needs=("deterministic", "cap", "window"),
-        lengths=[126, 0, 70, 5],
-    )
+    yield from _sweep("window", {"window_69_long": (QUICK, _window(69))}, TREES, lengths=[1300, 3])
+    cap: dict[str, Any] = {"logit_cap": 1.5, "scale": 2.0}
+    capped = {
+        "cap": (SMOKE, cap),
+        "cap_30": (FULL, {"logit_cap": 30.0}),
+        "cap_window": (FULL, {"logit_cap": 2.0} | _window(9)),
+    }
+    yield from _sweep("cap", capped)
+    for dtype in dtypes:
+        form: dict[str, Any] = {"dtype": dtype}
+        paged = FULL, form | {"page_size": page} | _window(20)
+        variants = {_short(dtype): (QUICK, form), f"{_short(dtype)}_window_page_{page}": paged}
+        yield from _sweep("dtypes", variants)
+    exact: dict[str, Any] = {"deterministic": True}
+    exactly = {
+        "deterministic": (QUICK, exact),
+        "deterministic_cap": (FULL, exact | cap),
+        "deterministic_window": (FULL, exact | _window(20)),
+    }
+    yield from _sweep("deterministic", exactly, lengths=[126, 0, 70, 5])
     yield from _sweep("scale", {"scale_3": (QUICK, {"scale": 3.0})}, TREES)
     yield from _sweep("scale", {"sharp": (FULL, {"scale": 20.0})})
 
 
 def _stored(declared: Capabilities, page: int) -> Iterator[Scenario]:
     for stored, dtype in product(declared.kv_dtypes, declared.dtypes):
-        name = "_".join(str(x).removeprefix("torch.") for x in (stored, dtype))
+        name = f"{_short(stored)}_{_short(dtype)}"
         form = {"dtype": dtype, "kv_dtype": stored, "kv_scales": SCALES}
-        level = SMOKE if dtype == torch.float16 else QUICK
-        yield from _sweep("stored dtypes", {name: (level, form)})
-        yield from _sweep(
-            "stored dtypes",
-            {f"{name}_cap": (FULL, form | {"logit_cap": 1.5, "scale": 2.0})},
-            needs=("cap",),
-        )
-        yield from _sweep(
-            "stored dtypes",
-            {
-                f"{name}_window_page_{page}": (
-                    FULL,
-                    form | {"window_left": 20, "page_size": page, "evict": False},
-                )
-            },
-            needs=("window",),
-        )
+        variants = {
+            name: (SMOKE if dtype == torch.float16 else QUICK, form),
+            f"{name}_cap": (FULL, form | {"logit_cap": 1.5, "scale": 2.0}),
+            f"{name}_window_page_{page}": (FULL, form | {"page_size": page} | _window(20)),
+        }
+        yield from _sweep("stored dtypes", variants)
 
 
 def _sinks(dtypes: tuple[torch.dtype, ...]) -> Iterator[Scenario]:
     sinks: dict[str, Any] = {"sinks": torch.float32}
-    yield from _sweep("sinks", {"sinks": (SMOKE, sinks)}, needs=("sinks",))
-    yield from _sweep(
-        "sinks",
-        {
-            f"sinks_{str(dtype).removeprefix('torch.')}": (QUICK, {"dtype": dtype, "sinks": dtype})
-            for dtype in dtypes
-        },
-        modes=TREES,
-        needs=("sinks",),
-    )
-    yield from _sweep(
-        "sinks", {"sinks_cap": (FULL, sinks | {"logit_cap": 1.5})}, needs=("sinks", "cap")
-    )
-    yield from _sweep(
-        "sinks",
-        {"sinks_window": (QUICK, sinks | {"window_left": 9, "evict": False})},
-        needs=("sinks", "window"),
-    )
-    yield from _sweep("sinks", {"sinks_long": (FULL, sinks)}, needs=("sinks",), lengths=[2500, 64])
+    variants = {
+        "sinks": (SMOKE, sinks),
+        "sinks_cap": (FULL, sinks | {"logit_cap": 1.5}),
+        "sinks_window": (QUICK, sinks | _window(9)),
+    }
+    yield from _sweep("sinks", variants)
+    own = {f"sinks_{_short(d)}": (QUICK, {"dtype": d, "sinks": d}) for d in dtypes}
+    yield from _sweep("sinks", own, TREES)
+    yield from _sweep("sinks", {"sinks_long": (FULL, sinks)}, lengths=[2500, 64])
 
 
 def _pages(least: int) -> Iterator[Scenario]:
@@ -299,7 +254,7 @@ def _together(declared: Capabilities) -> Iterator[Scenario]:
     options: dict[str, Any] = {"page_size": max(16, declared.page_size)}
     options["dtype"] = min(declared.dtypes, key=attrgetter("itemsize"))
     if declared.window:
-        options |= {"window_left": 20, "evict": False}
+        options |= _window(20)
     if declared.cap:
         options["logit_cap"] = 2.0
     if declared.sinks:
@@ -312,47 +267,24 @@ def _together(declared: Capabilities) -> Iterator[Scenario]:
 
 
 def _shapes() -> Iterator[Scenario]:
-    yield from _sweep(
-        "heads",
-        {
-            f"heads_{q}_{kv}": (level, {"heads": (q, kv)})
-            for level, q, kv in (
-                (QUICK, 3, 3),
-                (QUICK, 6, 2),
-                (QUICK, 32, 2),
-                (FULL, 8, 2),
-                (FULL, 5, 1),
-                (FULL, 7, 1),
-                (FULL, 8, 1),
-                (FULL, 16, 1),
-                (FULL, 32, 8),
-            )
-        },
-        TREES,
-    )
-    yield from _sweep(
-        "head sizes",
-        {
-            f"head_{k}_{v}": (level, {"head_dim": k, "v_head_dim": v})
-            for level, k, v in (
-                (QUICK, 128, 128),
-                (QUICK, 80, 80),
-                (FULL, 96, 96),
-                (FULL, 256, 256),
-                (FULL, 192, 128),
-                (FULL, 32, 48),
-                (FULL, 576, 512),
-            )
-        },
-        TREES,
-    )
+    heads = {
+        QUICK: ((3, 3), (6, 2), (32, 2)),
+        FULL: ((8, 2), (5, 1), (7, 1), (8, 1), (16, 1), (32, 8)),
+    }
+    for level, counts in heads.items():
+        swept = {f"heads_{q}_{kv}": (level, {"heads": (q, kv)}) for q, kv in counts}
+        yield from _sweep("heads", swept, TREES)
+    widths = {
+        QUICK: ((128, 128), (80, 80)),
+        FULL: ((96, 96), (256, 256), (192, 128), (32, 48), (576, 512)),
+    }
+    for level, sizes in widths.items():
+        wide = {f"head_{k}_{v}": (level, {"head_dim": k, "v_head_dim": v}) for k, v in sizes}
+        yield from _sweep("head sizes", wide, TREES)
     # narrower and wider values; libraries have kernels of their own without an lse
     yield from _sweep("head sizes", {"head_64_48": (QUICK, {"head_dim": 64, "v_head_dim": 48})})
-    yield from _sweep(
-        "head sizes",
-        {"head_48_64_no_lse": (QUICK, {"head_dim": 48, "v_head_dim": 64})},
-        kind=WithoutLse,
-    )
+    wider = {"head_48_64_no_lse": (QUICK, {"head_dim": 48, "v_head_dim": 64})}
+    yield from _sweep("head sizes", wider, kind=WithoutLse)
     yield from _sweep("empty prefixes", {"no_prefix": (QUICK, {})}, lengths=[0, 0])
     yield from _sweep("batches", {"one_request": (FULL, {})}, lengths=[41])
     yield from _sweep(
@@ -391,9 +323,8 @@ def _edges() -> Iterator[Scenario]:
     yield Scenario("draft_lists-later", "index lists", later, QUICK, later.needs)
     # positions of any bits are random, so some visible bits are of later positions
     future = Mode("tree", {"mode": "any", "q_len": 6, "tail_len": 31})
-    options = {"window_left": 3, "evict": False}
     needs = ("trees", "window")
-    yield Scenario("any_bits_window", "window", future, QUICK, needs, [33, 9, 40], options)
+    yield Scenario("any_bits_window", "window", future, QUICK, needs, [33, 9, 40], _window(3))
     alone = Mode("tree", {"mode": "alone", "q_len": 9, "tail_len": 9})
     first = Mode("lists", {"topk": 3, "step": 0})
     for name, mode in (("decode", MODES["decode"]), ("tree_verify", alone), ("draft_lists", first)):
