@@ -1,4 +1,4 @@
-"""Bool masks as ancestor words, and back."""
+"""Ancestor words of bool masks and of nodes, and back."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ def unpack_words(words: Tensor, keys: int) -> Tensor:
     """Return ``[..., keys]`` bool: the first bits of words."""
     key = torch.arange(keys, device=words.device)
     return (words[..., key // 64] >> key % 64 & 1) != 0
+
+
+def node_bits(nodes: Tensor, num_words: int) -> Tensor:
+    """Return words ``[..., num_words]`` with just each node's bit."""
+    words = torch.arange(num_words, device=nodes.device)
+    bits = torch.ones_like(nodes) << nodes % 64
+    return torch.where(words == nodes[..., None] // 64, bits[..., None], 0)

@@ -11,6 +11,7 @@ from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense
 from specattn.kernels.launch import launch_options, power_of_2
 from specattn.kernels.sampling import score_key
+from specattn.kernels.words import node_bits
 
 if TYPE_CHECKING:
     from specattn.batch import Candidates
@@ -278,10 +279,3 @@ def _record(
     if not step:
         candidates.parents[:, 0] = -1
     return scores
-
-
-def node_bits(nodes: Tensor, num_words: int) -> Tensor:
-    """Return words ``[..., num_words]`` with just each node's bit."""
-    words = torch.arange(num_words, device=nodes.device)
-    bits = torch.ones_like(nodes) << nodes % 64
-    return torch.where(words == nodes[..., None] // 64, bits[..., None], 0)

@@ -11,7 +11,7 @@ from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import launch_options, power_of_2
 from specattn.kernels.sampling import score_key
-from specattn.kernels.tree.beams import node_bits
+from specattn.kernels.words import node_bits
 
 if TYPE_CHECKING:
     from specattn.batch import Candidates, DraftTree, Linked
