@@ -9,6 +9,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -17,8 +18,6 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from . import corpus, measure
-from .dflash import DenseDFlash
-from .head import DenseHead
 from .sizes import SIZES
 from .target import DenseTarget, new_target
 from .train_dflash import MASK_TOKEN, dflash_config, new_dflash, train_dflash
@@ -31,6 +30,9 @@ from .train_head import (
     train_head,
 )
 from .train_target import stream_nll, train_target, windows
+
+if TYPE_CHECKING:
+    from .head import DenseHead
 
 # seconds kept for the final measurements
 RESERVE = 25.0
@@ -108,13 +110,18 @@ class Run:
 
     def stored_target(self) -> DenseTarget:
         """Train the target, unless ``--out`` already holds one, and return it as stored."""
-        args, size, folder = self.args, self.size, self.args.out / "target"
-        if (folder / "model.safetensors").exists():
-            # CPUs multiply float32 faster, and it represents the stored weights exactly
-            dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
-            stored = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype)
-            stored.to(args.device).requires_grad_(False)
-            return DenseTarget(stored, size.rope_theta)
+        folder = self.args.out / "target"
+        if not (folder / "model.safetensors").exists():
+            self.train_target(folder)
+        # CPUs multiply float32 faster, and it represents the stored weights exactly
+        dtype = torch.bfloat16 if self.args.device.startswith("cuda") else torch.float32
+        stored = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype)
+        stored.to(self.args.device).requires_grad_(False)
+        return DenseTarget(stored, self.size.rope_theta)
+
+    def train_target(self, folder: Path) -> None:
+        """Train and store the target."""
+        args, size = self.args, self.size
         model = new_target(size).to(args.device)
         curves = train_target(
             model, self.train, self.held_out, size=size, seconds=args.target_minutes * 60,
@@ -133,7 +140,6 @@ class Run:
                 "train": self.nats(stored, sample),
             },
         )
-        return stored
 
     def bpb(self, target: DenseTarget) -> float:
         """Bits per byte on the held-out files."""
@@ -152,12 +158,11 @@ class Run:
             return wanted
         return min(wanted, self.args.stop_at - time.time() - RESERVE)
 
-    def stored_head(self, target: DenseTarget) -> DenseHead:
-        """Train the head, unless ``--out`` already holds one, and return it as stored."""
+    def stored_head(self, target: DenseTarget) -> None:
+        """Train and store the head, unless ``--out`` already holds one."""
         folder = self.args.out / "draft"
         if not (folder / "model.safetensors").exists():
             save_head(self.trained_head(target), head_config(self.size), folder)
-        return DenseHead.from_folder(folder, target.embed)
 
     def rows(self, target: DenseTarget) -> tuple[OnPolicy, OnPolicy]:
         """Let the target write the training rows and those that are held out, once."""
@@ -184,8 +189,8 @@ class Run:
         self.record(head_curves=train_head(head, target, data, size=size, seconds=seconds))
         return head
 
-    def stored_dflash(self, target: DenseTarget) -> DenseDFlash:
-        """Train the DFlash head, unless ``--out`` already holds one, and return it as stored."""
+    def stored_dflash(self, target: DenseTarget) -> None:
+        """Train and store the DFlash head, unless ``--out`` already holds one."""
         folder = self.args.out / "dflash"
         if not (folder / "model.safetensors").exists():
             mask = self.tokenizer().token_to_id(MASK_TOKEN)
@@ -202,34 +207,27 @@ class Run:
             )  # fmt: skip
             save_head(head, dflash_config(self.size, mask), folder)
             self.record(dflash_curves=curves)
-        return DenseDFlash.from_folder(folder, target.embed)
 
     def tokenizer(self) -> Tokenizer:
         """Return the corpus's tokenizer."""
         return Tokenizer.from_file(str(self.args.data / "tokenizer" / "tokenizer.json"))
 
-    def report(self, head: DenseHead, block_head: DenseDFlash, target: DenseTarget) -> None:
-        """Measure acceptance, repetition, late positions and samples with the stored weights."""
+    def report(self, target: DenseTarget) -> None:
+        """Measure repetition, late positions and samples with the stored weights."""
         rows = self.args.eval_rows or self.size.eval_rows
         size, begin = replace(self.size, eval_rows=rows), time.time()
-        acceptance, greedy = measure.acceptance(head, target, self.held_out, size)
-        repetition, sampled = measure.repetition_report(target, greedy, self.held_out, size)
+        repetition, greedy, sampled = measure.repetition_report(target, self.held_out, size)
         total, count = stream_nll(target, self.held_out, size.max_positions)
-        blocks = measure.block_acceptance(block_head, target, self.held_out, size)
-        tokenizer = self.tokenizer()
+        decode = self.tokenizer().decode_batch
         measurement = {
             "device": device_name(self.args.device),
             "torch": torch.__version__,
             "seconds": round(time.time() - begin, 1),
-            "acceptance": acceptance,
-            "dflash_acceptance": blocks,
             "repetition": repetition,
             "nats_per_token_at_full_length": total / count,
             "samples": {
-                "greedy_continuations": tokenizer.decode_batch(greedy[-3:].tolist()),
-                "sampled_with_prompt": tokenizer.decode_batch(
-                    sampled[:3].tolist(), skip_special_tokens=False
-                ),
+                "greedy_continuations": decode(greedy[-3:].tolist()),
+                "sampled_with_prompt": decode(sampled[:3].tolist(), skip_special_tokens=False),
             },
         }
         self.record(measurements=[*self.metrics["measurements"], measurement])
@@ -258,7 +256,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     run = Run(args)
     target = run.stored_target()
-    run.report(run.stored_head(target), run.stored_dflash(target), target)
+    run.stored_head(target)
+    run.stored_dflash(target)
+    run.report(target)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .head import Mlp, Norm, linear
@@ -90,14 +86,6 @@ class DenseDFlash(nn.Module):
         self.layers = nn.ModuleList(BlockLayer(layer) for _ in range(layer["num_hidden_layers"]))
         self.norm = Norm(hidden, layer["rms_norm_eps"])
         self.register_buffer("embed", target_embed.detach(), persistent=False)
-
-    @classmethod
-    def from_folder(cls, path: str | Path, target_embed: Tensor) -> DenseDFlash:
-        """Load ``config.json`` and ``model.safetensors`` in the dtype of ``target_embed``."""
-        config = json.loads((Path(path) / "config.json").read_text())
-        head = cls(config, target_embed)
-        head.load_state_dict(load_file(Path(path) / "model.safetensors"))
-        return head.to(device=target_embed.device, dtype=target_embed.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states ``[..., H]`` to logits ``[..., vocab]``."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .layers import rms_norm, rotary, rotate
@@ -51,9 +48,9 @@ class Attention(nn.Module):
         self.o_proj = linear(q_width, hidden)
 
     def forward(
-        self, x: Tensor, positions: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None
+        self, x: Tensor, positions: Tensor, mask: Tensor, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Attend ``x [B, T, 2H]`` to the past and itself; a mask of None is causal."""
+        """Attend ``x [B, T, 2H]`` to the past and itself."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -65,9 +62,7 @@ class Attention(nn.Module):
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
         wide_k, wide_v = (t.repeat_interleave(self.groups, 1) for t in (k, v))
-        heads = F.scaled_dot_product_attention(
-            q, wide_k, wide_v, attn_mask=mask, is_causal=mask is None
-        )
+        heads = F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=mask)
         return self.o_proj(heads.transpose(1, 2).flatten(-2)), (k, v)
 
 
@@ -98,7 +93,7 @@ class MidLayer(nn.Module):
         self.mlp = Mlp(hidden, config["intermediate_size"])
 
     def forward(
-        self, embed: Tensor, feature: Tensor, positions: Tensor, mask: Tensor | None,
+        self, embed: Tensor, feature: Tensor, positions: Tensor, mask: Tensor,
         past: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
         """Return the new feature ``[B, T, H]`` and the keys and values seen so far."""
@@ -131,14 +126,6 @@ class DenseHead(nn.Module):
         self.register_buffer("t2d", torch.zeros(config["vocab_size"], dtype=torch.bool))
         self.register_buffer("embed", target_embed.detach(), persistent=False)
 
-    @classmethod
-    def from_folder(cls, path: str | Path, target_embed: Tensor) -> DenseHead:
-        """Load ``config.json`` and ``model.safetensors`` in the dtype of ``target_embed``."""
-        config = json.loads((Path(path) / "config.json").read_text())
-        head = cls(config, target_embed)
-        head.load_state_dict(load_file(Path(path) / "model.safetensors"))
-        return head.to(device=target_embed.device, dtype=target_embed.dtype)
-
     @property
     def draft_ids(self) -> Tensor:
         """Target ids of the draft vocabulary, ``[draft_vocab] int64``."""
@@ -151,30 +138,6 @@ class DenseHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states ``[..., H]`` to draft logits ``[..., draft_vocab]``."""
         return self.lm_head(self.norm(hidden))
-
-    def forward(
-        self, tokens: Tensor, feature: Tensor, positions: Tensor, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Run the head once over rows of positions.
-
-        Parameters
-        ----------
-        tokens : Tensor
-            ``[B, T]`` int64; entry p is the token *after* position p.
-        feature : Tensor
-            ``[B, T, H]``, from `fuse` or from an earlier call's hidden states.
-        positions : Tensor
-            ``[T]`` or ``[B, T]`` int64, the rotary positions.
-        mask : Tensor, optional
-            Bool, broadcast to ``[B, heads, T, T]``, True where a query sees a key; None is causal.
-
-        Returns
-        -------
-        tuple of Tensor
-            Draft logits ``[B, T, draft_vocab]`` and hidden states ``[B, T, H]`` before ``norm``.
-        """
-        hidden, _ = self.midlayer(F.embedding(tokens, self.embed), feature, positions, mask, None)
-        return self.logits(hidden), hidden
 
     def unroll(self, tokens: Tensor, aux: Tensor, steps: int) -> Iterator[Tensor]:
         """Yield the hidden states ``[B, T, H]`` of ``steps`` chained draft steps.

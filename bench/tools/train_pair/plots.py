@@ -35,24 +35,18 @@ def draw_losses(metrics: dict, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_acceptance(metrics: dict, path: Path) -> None:
-    """Agreement per draft step while training, and the gains of the simulated steps."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+def draw_agreement(metrics: dict, path: Path) -> None:
+    """Agreement per draft step while training."""
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     curves = metrics["head_curves"]
     for step, rates in enumerate(zip(*curves["held_out_agreement"], strict=True)):
         shade = plt.get_cmap("viridis")(step / 7)
-        left.plot(curves["held_out"]["seconds"], rates, color=shade, label=f"draft {step + 1}")
-    left.set(
+        axes.plot(curves["held_out"]["seconds"], rates, color=shade, label=f"draft {step + 1}")
+    axes.set(
         title="Head: drafts that are the target's best token",
         xlabel="seconds of training (one H200)", ylabel="share of positions", ylim=(0, 1),
     )  # fmt: skip
-    left.legend(frameon=False, ncols=2, fontsize="small")
-    counts = metrics["measurements"][0]["acceptance"]["steps_gaining_1_to_6"]
-    right.bar(range(1, len(counts) + 1), [count / sum(counts) for count in counts], color=HELD_OUT)
-    right.set(
-        title="Greedy decoding, chain of 5 (simulated)",
-        xlabel="tokens gained by a step, bonus included", ylabel="share of steps",
-    )  # fmt: skip
+    axes.legend(frameon=False, ncols=2, fontsize="small")
     figure.savefig(path, dpi=120)
 
 
@@ -68,7 +62,7 @@ def main() -> None:
     metrics = json.loads(args.metrics.read_text())
     args.out.mkdir(parents=True, exist_ok=True)
     draw_losses(metrics, args.out / "pair_losses.png")
-    draw_acceptance(metrics, args.out / "pair_acceptance.png")
+    draw_agreement(metrics, args.out / "pair_agreement.png")
 
 
 if __name__ == "__main__":

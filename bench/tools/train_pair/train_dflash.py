@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .dflash import DenseDFlash
 from .train_head import LONG_EVERY, OnPolicy
-from .train_target import LOG_EVERY, Curve, optimizer_for, timed_steps, windows
+from .train_target import Recipe, fit, windows
 
 if TYPE_CHECKING:
     from .sizes import PairSize
@@ -23,13 +23,13 @@ GREEDY_SHARPNESS = 1e4
 
 
 @dataclass(frozen=True)
-class DFlashRecipe:
+class DFlashRecipe(Recipe):
     """How the head is optimised; ``place_decay`` weights place k by ``place_decay ** (k - 1)``."""
 
     lr: float = 2e-3
     weight_decay: float = 0.01
-    place_decay: float = 0.85
     eval_seconds: float = 10.0
+    place_decay: float = 0.85
 
 
 def dflash_config(size: PairSize, mask_token_id: int) -> dict:
@@ -154,42 +154,30 @@ def train_dflash(
     greedy = OnPolicy(*(part[held.temperatures == 0] for part in held))
     greedy_anchors = draw_anchors(greedy, size.block_anchors, size.block_size)
     held_anchors = draw_anchors(held, size.block_anchors, size.block_size)
-    optimizer = optimizer_for(head, recipe.lr, recipe.weight_decay)
     # CPUs without bfloat16 units are slower with it
     autocast = torch.autocast(stream.device.type, torch.bfloat16, enabled=stream.is_cuda)
     decay = [recipe.place_decay**place for place in range(size.block_size - 1)]
     weights = torch.tensor(decay, device=stream.device) / sum(decay)
-    train_curve, held_curve, agreement, last_eval = Curve(), Curve(), [], 0.0
+    agreement: list[list[float]] = []
 
-    def evaluate(step: int, elapsed: float) -> None:
-        with torch.no_grad(), autocast:
-            loss, _ = place_losses(head, target, held, held_anchors, size)
-            _, agree = place_losses(head, target, greedy, greedy_anchors, size)
-        held_curve.add(step, elapsed, (loss @ weights).item())
-        agreement.append([round(share, 4) for share in agree.tolist()])
-        shares = " ".join(f"{share:.2f}" for share in agreement[-1])
-        print(
-            f"dflash {step} {elapsed:.0f} s held-out {held_curve.loss[-1]:.4f}, right by place, "
-            f"greedy text: {shares}",
-            flush=True,
-        )
-
-    for step, elapsed in timed_steps(seconds, optimizer):
-        if step == 0 or elapsed - last_eval > recipe.eval_seconds:
-            evaluate(step, elapsed)
-            last_eval = elapsed
+    def loss_of(step: int) -> Tensor:
         batch, anchors = source.draw(step)
         with autocast:
             losses, _ = place_losses(head, target, batch, anchors, size)
-            loss = losses @ weights
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % LOG_EVERY == 1:
-            train_curve.add(step, elapsed, loss.item())
-    evaluate(step + 1, seconds)
-    return {
-        "train": vars(train_curve), "held_out": vars(held_curve), "held_out_agreement": agreement,
-        "steps": step + 1, "rows": rows, "recipe": vars(recipe),
-    }  # fmt: skip
+            return losses @ weights
+
+    def evaluate(elapsed: float) -> float:
+        with torch.no_grad(), autocast:
+            loss, _ = place_losses(head, target, held, held_anchors, size)
+            _, agree = place_losses(head, target, greedy, greedy_anchors, size)
+            mean = (loss @ weights).item()
+        agreement.append([round(share, 4) for share in agree.tolist()])
+        shares = " ".join(f"{share:.2f}" for share in agreement[-1])
+        print(
+            f"dflash {elapsed:.0f} s held-out {mean:.4f}, right by place, greedy text: {shares}",
+            flush=True,
+        )
+        return mean
+
+    curves = fit(head, loss_of, evaluate, seconds=seconds, recipe=recipe)
+    return curves | {"held_out_agreement": agreement, "rows": rows}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .head import DenseHead
-from .train_target import LOG_EVERY, Curve, optimizer_for, timed_steps, windows
+from .train_target import Recipe, fit, windows
 
 if TYPE_CHECKING:
     from .sizes import PairSize
@@ -22,13 +22,13 @@ LONG_EVERY = 10
 
 
 @dataclass(frozen=True)
-class HeadRecipe:
+class HeadRecipe(Recipe):
     """How the head is optimised; ``step_decay`` weights unroll step s by ``step_decay ** s``."""
 
     lr: float = 1.5e-3
     weight_decay: float = 0.01
-    step_decay: float = 0.9
     eval_seconds: float = 15.0
+    step_decay: float = 0.9
 
 
 class OnPolicy(NamedTuple):
@@ -145,34 +145,28 @@ def train_head(
     """Train ``head`` in place on ``data = (on-policy rows, real stream, held-out rows)``."""
     recipe = recipe or HeadRecipe()
     rows, stream, held_rows = data
-    optimizer = optimizer_for(head, recipe.lr, recipe.weight_decay)
     autocast = torch.autocast(rows.device.type, torch.bfloat16)
     decay = [recipe.step_decay**step for step in range(size.draft_steps)]
     weights = torch.tensor(decay, device=rows.device) / sum(decay)
-    train_curve, held_curve, agreement, last_eval = Curve(), Curve(), [], 0.0
+    agreement: list[list[float]] = []
     long_rows = max(1, size.draft_rows * size.row_len // size.max_positions // 2)
-    for step, elapsed in timed_steps(seconds, optimizer):
+
+    def loss_of(step: int) -> Tensor:
         if step % LONG_EVERY == 0:
             batch = windows(stream, long_rows, size.max_positions)
         else:
             batch = rows[torch.randint(len(rows), (size.draft_rows,), device=rows.device)]
         with autocast:
             losses, _ = step_losses(head, target, batch, size)
-            loss = torch.stack(losses) @ weights
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % LOG_EVERY == 1:
-            train_curve.add(step, elapsed, loss.item())
-        if step == 0 or elapsed - last_eval > recipe.eval_seconds:
-            with torch.no_grad(), autocast:
-                held, agree = step_losses(head, target, held_rows, size)
-            held_curve.add(step, elapsed, (torch.stack(held) @ weights).item())
-            agreement.append([round(a.item(), 4) for a in agree])
-            print(f"head {step} {elapsed:.0f} s {held_curve.loss[-1]:.4f}", flush=True)
-            last_eval = elapsed
-    return {
-        "train": vars(train_curve), "held_out": vars(held_curve), "held_out_agreement": agreement,
-        "steps": step + 1, "recipe": vars(recipe),
-    }  # fmt: skip
+            return torch.stack(losses) @ weights
+
+    def evaluate(elapsed: float) -> float:
+        with torch.no_grad(), autocast:
+            held, agree = step_losses(head, target, held_rows, size)
+            loss = (torch.stack(held) @ weights).item()
+        agreement.append([round(a.item(), 4) for a in agree])
+        print(f"head {elapsed:.0f} s {loss:.4f}", flush=True)
+        return loss
+
+    curves = fit(head, loss_of, evaluate, seconds=seconds, recipe=recipe)
+    return curves | {"held_out_agreement": agreement}

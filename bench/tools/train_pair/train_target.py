@@ -27,13 +27,22 @@ LONG_EVERY = 8
 
 
 @dataclass(frozen=True)
-class TargetRecipe:
-    """How the target is optimised."""
+class Recipe:
+    """How a model is optimised."""
+
+    lr: float
+    weight_decay: float
+    eval_seconds: float
+
+
+@dataclass(frozen=True)
+class TargetRecipe(Recipe):
+    """How the target is."""
 
     lr: float = 2.5e-3
     weight_decay: float = 0.1
-    dropout: float = 0.1
     eval_seconds: float = 12.0
+    dropout: float = 0.1
 
 
 @dataclass
@@ -72,6 +81,48 @@ def timed_steps(seconds: float, optimizer: torch.optim.Optimizer) -> Iterator[tu
             group["lr"] = lr * scale
         yield step, elapsed
         step += 1
+
+
+def fit(
+    model: torch.nn.Module,
+    loss_of: Callable[[int], Tensor],
+    evaluate: Callable[[float], float],
+    *,
+    seconds: float,
+    recipe: Recipe,
+) -> dict:
+    """Train ``model`` in place for some seconds and return the curves.
+
+    Parameters
+    ----------
+    model : Module
+        What is trained.
+    loss_of : callable
+        Returns the loss of a step, by its number.
+    evaluate : callable
+        Returns the held-out loss; called at the start, every ``recipe.eval_seconds`` and at the
+        end, with the seconds so far.
+    seconds, recipe : float, Recipe
+        How long, and how.
+    """
+    optimizer = optimizer_for(model, recipe.lr, recipe.weight_decay)
+    train_curve, held_curve, last_eval = Curve(), Curve(), -math.inf
+    for step, elapsed in timed_steps(seconds, optimizer):
+        if elapsed - last_eval > recipe.eval_seconds:
+            held_curve.add(step, elapsed, evaluate(elapsed))
+            last_eval = elapsed
+        loss = loss_of(step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % LOG_EVERY == 1:
+            train_curve.add(step, elapsed, loss.item())
+    held_curve.add(step + 1, seconds, evaluate(seconds))
+    return {
+        "train": vars(train_curve), "held_out": vars(held_curve), "steps": step + 1,
+        "recipe": vars(recipe),
+    }  # fmt: skip
 
 
 def windows(stream: Tensor, rows: int, length: int) -> Tensor:
@@ -117,49 +168,32 @@ def train_target(
     recipe = recipe or TargetRecipe()
     target = DenseTarget(model, size.rope_theta, compiled_block() if compile_blocks else block)
     plain = DenseTarget(model, size.rope_theta)
-    optimizer = optimizer_for(model, recipe.lr, recipe.weight_decay)
     autocast = torch.autocast(train.device.type, torch.bfloat16)
     lengths = [size.max_positions] + [size.seq_len] * (LONG_EVERY - 1)
+    best: tuple[float, dict] = (math.inf, {})
 
-    def backward(step: int) -> Tensor:
+    def loss_of(step: int) -> Tensor:
         length = lengths[step % LONG_EVERY]
         rows = windows(train, size.batch_tokens // length, length + 1)
         with autocast:
-            loss = lm_loss(target, rows, recipe.dropout)
-        loss.backward()
-        return loss.detach()
+            return lm_loss(target, rows, recipe.dropout)
 
-    # both shapes compile before the clock starts
-    warm_up = time.monotonic()
-    float(backward(0) + backward(1))
-    optimizer.zero_grad(set_to_none=True)
-    print(f"target: warm-up {time.monotonic() - warm_up:.1f} s", flush=True)
-    train_curve, held_curve, best = Curve(), Curve(), (math.inf, {})
-    last_eval, step = 0.0, 0
-
-    def evaluate(elapsed: float) -> None:
+    def evaluate(elapsed: float) -> float:
         nonlocal best
         with autocast:
             nats, count = stream_nll(plain, held_out, size.seq_len)
-        held_curve.add(step, elapsed, nats / count)
-        print(f"target {step} {elapsed:.0f} s held-out {nats / count:.4f}", flush=True)
+        print(f"target {elapsed:.0f} s held-out {nats / count:.4f}", flush=True)
         if nats / count < best[0]:
             best = (nats / count, copy.deepcopy(model.state_dict()))
+        return nats / count
 
-    for step, elapsed in timed_steps(seconds, optimizer):
-        loss = backward(step)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % LOG_EVERY == 0:
-            train_curve.add(step, elapsed, loss.item())
-        if elapsed - last_eval > recipe.eval_seconds:
-            evaluate(elapsed)
-            last_eval = elapsed
-    evaluate(seconds)
+    # both shapes compile before the clock starts
+    warm_up = time.monotonic()
+    for step in (0, 1):
+        loss_of(step).backward()
+    model.zero_grad(set_to_none=True)
+    print(f"target: warm-up {time.monotonic() - warm_up:.1f} s", flush=True)
+    curves = fit(model, loss_of, evaluate, seconds=seconds, recipe=recipe)
     model.load_state_dict(best[1])
-    tokens = (step + 1) * size.batch_tokens
-    return {
-        "train": vars(train_curve), "held_out": vars(held_curve), "tokens_seen": tokens,
-        "epochs": tokens / len(train), "recipe": vars(recipe),
-    }  # fmt: skip
+    tokens = curves["steps"] * size.batch_tokens
+    return curves | {"tokens_seen": tokens, "epochs": tokens / len(train)}
