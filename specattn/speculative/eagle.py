@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.backends.multi_step import BoundMultiStep
+    from specattn.attention.multi_step import BoundMultiStep
     from specattn.batch import AcceptResult, Candidates, Marginals
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
