@@ -20,7 +20,7 @@ from tests.tiny import VOCAB, TinyDraft
 if TYPE_CHECKING:
     from specattn.speculative.model import DraftOutput
 
-KEPT, DRAWS = 40, 1500
+KEPT = 40
 
 
 class MappedDraft(TinyDraft):
@@ -49,7 +49,7 @@ def test_texts_follow_the_targets_probabilities(name) -> None:
     # the target's likeliest tokens are in part ones that the draft has
     assert len({path[0] for path in probs} & set(draft.target_ids.tolist())) in (1, 2)
     engine = Engine(target, draft, laws.SETTINGS[name], buckets=[250])
-    drawn = [SamplingParams(laws.TEMPERATURE, laws.TOP_K, seed=1000 + i) for i in range(DRAWS)]
+    drawn = [SamplingParams(laws.TEMPERATURE, laws.TOP_K, seed=1000 + i) for i in range(laws.DRAWS)]
     results = engine.generate([Request(laws.PROMPT, 3, sampling) for sampling in drawn])
     assert laws.p_value(probs, [tuple(result.tokens) for result in results]) > 1e-3
     assert max(n for result in results for n in result.accept_lens) > 1

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.sampling import SamplingParams
 from tests.speculative import laws
-from tests.speculative.laws import PROMPT, TEMPERATURE, TOP_K
 from tests.tiny import TinyBlockDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -26,12 +24,10 @@ def engine(config: SpecConfig, draft=None, target=None, **options) -> Engine:
     return Engine(target, draft or TinyBlockDraft(SIZE, device=DEVICE), config, **options)
 
 
-def p_value(target: TinyTarget, config: SpecConfig, law: laws.Law, draws=1500) -> float:
-    """Draw three tokens, again and again, and hold them against the target's joint law."""
+def p_value(target: TinyTarget, config: SpecConfig, law: laws.Law, draws=laws.DRAWS) -> float:
+    """Hold three drawn tokens against the target's joint law."""
     run = engine(config, TinyBlockDraft(3, device=target.device), target, buckets=[250])
-    drawn = [SamplingParams(TEMPERATURE, TOP_K, seed=1000 + i) for i in range(draws)]
-    results = run.generate([Request(PROMPT, 3, params) for params in drawn])
-    return laws.p_value(law, [tuple(result.tokens) for result in results])
+    return laws.p_value_of(run, law, draws)
 
 
 def poison(run: Engine) -> None:

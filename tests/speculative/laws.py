@@ -9,12 +9,16 @@ import torch
 from scipy.stats import chi2
 
 from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
 from specattn.speculative import verify
+from specattn.speculative.sampling import SamplingParams
 from tests.tiny import DenseAttend, TinyDraft, TinyTarget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = [3, 14, 15, 9]
 TOP_K, TEMPERATURE = 3, 1.5
+# four full batches of `SETTINGS`; what must fail does so with half as many
+DRAWS, FEWER = 1000, 500
 SETTINGS = {
     "plain": SpecConfig(0, 1, 1, 32, 250),
     "chain": SpecConfig(2, 1, 3, 32, 250),
@@ -50,6 +54,13 @@ def dense_probs(target: TinyTarget, tokens: list[int]) -> list[float]:
     kept = logits.topk(TOP_K)
     weights = torch.softmax(kept.values / TEMPERATURE, -1)
     return torch.zeros_like(logits).scatter(1, kept.indices, weights)[0].tolist()
+
+
+def p_value_of(run: Engine, law: Law, draws: int = DRAWS) -> float:
+    """Draw three tokens after the prompt, again and again, and hold them against the law."""
+    drawn = [SamplingParams(TEMPERATURE, TOP_K, seed=1000 + i) for i in range(draws)]
+    results = run.generate([Request(PROMPT, 3, params) for params in drawn])
+    return p_value(law, [tuple(result.tokens) for result in results])
 
 
 def p_value(law: Law, drawn: list[tuple[int, ...]]) -> float:

@@ -206,7 +206,7 @@ def test_places_of_a_block_are_drawn_apart():
 
 def test_a_biased_sampler_fails_the_same_test(target, law, monkeypatch):
     monkeypatch.setattr(verify, "FINAL", verify.ACCEPT)
-    assert p_value(target, LAWS["best first"], law) < 1e-30
+    assert p_value(target, LAWS["best first"], law, laws.FEWER) < 1e-6
 
 
 def test_a_law_that_is_not_the_one_drawn_from_fails_the_same_test(target, law, monkeypatch):
@@ -217,4 +217,4 @@ def test_a_law_that_is_not_the_one_drawn_from_fails_the_same_test(target, law, m
         return honest(laws_.roll(1, 1), coins)
 
     monkeypatch.setattr(dflash, "draw_tokens", drawn)
-    assert p_value(target, LAWS["rejection"], law) < 1e-8
+    assert p_value(target, LAWS["rejection"], law) < 1e-6
