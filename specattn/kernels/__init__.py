@@ -1,8 +1,8 @@
 """Device operations: Triton kernels on CUDA, torch functions elsewhere.
 
 The function to call checks its arguments. Where `on_triton` says so, it launches a kernel of a
-module ``triton`` beside it; on any other device its own body computes the same in torch. What takes
-several kernels, or chooses among them, has a launcher beside these, which is called by keyword.
+module ``triton`` beside it; on any other device its own body computes the same in torch. Where the
+launches fill a screen, or choose among modules, a launcher stands beside the kernels, of keywords.
 """
 
 from __future__ import annotations

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows, require_shape
-from specattn.kernels.launch import launch_options, power_of_2
+from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row
 
-if TYPE_CHECKING:
-    from specattn.kernels.lookup import triton as launch
-else:
-    launch = TritonModule("specattn.kernels.lookup.triton")
+launch = TritonModule("specattn.kernels.lookup.triton")
 
 #: Most tokens of a text: a match's length and place are one int32.
 MAX_CONTEXT = 2**24
@@ -22,6 +17,10 @@ MAX_CONTEXT = 2**24
 MAX_NGRAM, MAX_MATCHES = 64, 32
 # nodes of a draft tree
 _MAX_NODES = 256
+# places that a program compares at a time
+_BLOCK = 1024
+# programs that share a text; the request's merge reads the matches of all of them
+_SLICES = 128
 
 
 def lookup_tree(
@@ -91,19 +90,49 @@ def lookup_tree(
     require_dense(tokens_out=tokens_out, parents_out=parents_out, ngrams_out=ngrams_out)
     if not len(rows):
         return
+    batch, nodes = shape
     if on_triton(text):
-        return launch.lookup_tree(
-            text=text,
-            rows=rows,
-            seq_lens=seq_lens,
-            matches=matches,
-            min_ngram=min_ngram,
-            max_ngram=max_ngram,
-            num_steps=num_steps,
-            tokens_out=tokens_out,
-            parents_out=parents_out,
-            ngrams_out=ngrams_out,
+        blocks = cdiv(text.shape[1], _BLOCK)
+        slices = min(programs_per_row(batch, blocks), _SLICES)
+        block_m, block_s = (power_of_2(size) for size in (matches, num_steps))
+        keys = torch.empty(batch, slices, matches, dtype=torch.int32, device=text.device)
+        options = launch_options(text.device)
+        launch.search_kernel[slices, batch](
+            text,
+            rows,
+            seq_lens,
+            keys,
+            matches,
+            min_ngram,
+            max_ngram,
+            text.stride(0),
+            BLOCK=_BLOCK,
+            BLOCK_M=block_m,
+            num_warps=4,
+            **options,
         )
+        launch.merge_kernel[(batch,)](
+            text,
+            rows,
+            seq_lens,
+            keys,
+            tokens_out,
+            parents_out,
+            ngrams_out,
+            slices * matches,
+            matches,
+            num_steps,
+            nodes,
+            text.stride(0),
+            BLOCK_K=power_of_2(slices * matches),
+            BLOCK_M=block_m,
+            BLOCK_S=block_s,
+            BLOCK_N=power_of_2(nodes),
+            # one warp needs no barriers, but holds little
+            num_warps=1 if block_m * block_s <= 256 and slices * matches <= 1024 else 8,
+            **options,
+        )
+        return
     own, last = text[rows], seq_lens[:, None].long()  # [B, context], [B, 1]
     keys = _match_keys(own, last, min_ngram, max_ngram)
     found = keys.topk(min(matches, keys.shape[1])).values  # [B, M]
@@ -114,7 +143,7 @@ def lookup_tree(
     places = after[:, :, None] + ahead % period.clamp(min=1)[:, :, None]
     places = places.clamp(max=text.shape[1] - 1)  # of what is no match
     proposed = own.gather(1, places.flatten(1)).view_as(places).long()  # [B, M, N]
-    tokens, parents = _merge(proposed, found > 0, tokens_out.shape[1])
+    tokens, parents = _merge(proposed, found > 0, nodes)
     tokens[:, :1] = own.gather(1, last).long()
     tokens_out.copy_(tokens)
     parents_out.copy_(parents)

@@ -1,4 +1,4 @@
-"""Prompt lookup: kernels and their launches.
+"""Prompt lookup: search and merge.
 
 Programs share a text, a slice of blocks each, and find their own best matches. A match is one
 number, ``length << 24 | place``: the larger is the better. One program per request then takes the
@@ -7,19 +7,10 @@ best of all slices, and merges what follows them.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from specattn.kernels.launch import launch_options, programs_per_row
 from specattn.kernels.pdl import enter
-
-# places that a program compares at a time
-BLOCK = 1024
-
-# programs that share a text; the request's merge reads the matches of all of them
-SLICES = 128
 
 # a key's bits below the match's length
 PLACE_BITS = tl.constexpr(24)
@@ -158,62 +149,6 @@ def merge_kernel(
     rest = root | ((node >= size) & (node < nodes))
     tl.store(tokens_out + node, tl.where(root, newest, 0).to(tl.int64), mask=rest)
     tl.store(parents_out + node, tl.full([BLOCK_N], -1, tl.int64), mask=rest)
-
-
-def lookup_tree(
-    *,
-    text: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    matches: int,
-    min_ngram: int,
-    max_ngram: int,
-    num_steps: int,
-    tokens_out: Tensor,
-    parents_out: Tensor,
-    ngrams_out: Tensor,
-) -> None:
-    batch, nodes = tokens_out.shape
-    blocks = triton.cdiv(text.shape[1], BLOCK)
-    slices = min(programs_per_row(batch, blocks), SLICES)
-    block_m, block_s = (triton.next_power_of_2(size) for size in (matches, num_steps))
-    keys = torch.empty(batch, slices, matches, dtype=torch.int32, device=text.device)
-    options = launch_options(text.device)
-    search_kernel[(slices, batch)](
-        text,
-        rows,
-        seq_lens,
-        keys,
-        matches,
-        min_ngram,
-        max_ngram,
-        text.stride(0),
-        BLOCK=BLOCK,
-        BLOCK_M=block_m,
-        num_warps=4,
-        **options,
-    )
-    merge_kernel[(batch,)](
-        text,
-        rows,
-        seq_lens,
-        keys,
-        tokens_out,
-        parents_out,
-        ngrams_out,
-        slices * matches,
-        matches,
-        num_steps,
-        nodes,
-        text.stride(0),
-        BLOCK_K=triton.next_power_of_2(slices * matches),
-        BLOCK_M=block_m,
-        BLOCK_S=block_s,
-        BLOCK_N=triton.next_power_of_2(nodes),
-        # one warp needs no barriers, but holds little
-        num_warps=1 if block_m * block_s <= 256 and slices * matches <= 1024 else 8,
-        **options,
-    )
 
 
 @triton.jit

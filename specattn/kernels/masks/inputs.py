@@ -104,14 +104,7 @@ class Window:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the map and what is written, as kernels take it."""
-        return (
-            self.slot_map,
-            self.table,
-            self.seq_lens,
-            self.slots,
-            self.store,
-            self.positions,
-        )
+        return self.slot_map, self.table, self.seq_lens, self.slots, self.store, self.positions
 
     def numbers(self) -> tuple[int, int, int]:
         """Return the table's row stride, the keys and the page size."""

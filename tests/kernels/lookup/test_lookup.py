@@ -150,9 +150,7 @@ def test_matches_in_many_blocks(implementation, alphabet):
 
 def test_slices_take_several_blocks(implementation, monkeypatch):
     pytest.importorskip("triton")
-    from specattn.kernels.lookup import triton
-
-    monkeypatch.setattr(triton, "SLICES", 2)
+    monkeypatch.setattr("specattn.kernels.lookup._SLICES", 2)
     rng = random.Random(5)
     texts = [random_text(rng, size, 9) for size in (5000, 1900)]
     check(texts, 20, matches=5, min_ngram=2, max_ngram=5, num_steps=6, context=6000)
