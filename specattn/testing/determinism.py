@@ -114,13 +114,7 @@ def as_lists(case: Case, rows: list[int]) -> Case:
 def _paths(case: Case, rows: list[int]) -> tuple[list[list[int]], Case]:
     """Return what query tokens see without windows, and their rows' case."""
     lists = tree_lists(replace(case, window_left=-1))
-    return [lists[row] for row in rows], replace(
-        case,
-        q=case.q[rows],
-        out=torch.empty_like(case.out[rows]),
-        lse=torch.empty_like(case.lse[rows]),
-        live=len(rows),
-    )
+    return [lists[row] for row in rows], case.of_rows(rows)
 
 
 def resumed(case: Case, cuts: list[int]) -> list[tuple[Case, Tensor]]:
@@ -145,21 +139,13 @@ def resumed(case: Case, cuts: list[int]) -> list[tuple[Case, Tensor]]:
             "seq_lens": a["seq_lens"] + done.to(case.q.device),
         }
         assert case.out_slots is not None
-        pieces.append(
-            (
-                replace(
-                    case,
-                    q=case.q[rows],
-                    out=torch.empty_like(case.out[rows]),
-                    args=args,
-                    lse=torch.empty_like(case.lse[rows]),
-                    live=len(rows),
-                    prefix_lens=args["seq_lens"].tolist(),
-                    out_slots=case.out_slots[:, rows],
-                ),
-                rows,
-            )
+        piece = replace(
+            case.of_rows(rows),
+            args=args,
+            prefix_lens=args["seq_lens"].tolist(),
+            out_slots=case.out_slots[:, rows],
         )
+        pieces.append((piece, rows))
     return pieces
 
 

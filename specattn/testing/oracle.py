@@ -124,6 +124,11 @@ class Case:
         """Of stored keys and values, if not that of q."""
         return None if self.k_cache.dtype == self.q.dtype else self.k_cache.dtype
 
+    def of_rows(self, rows: Tensor | list[int]) -> Case:
+        """Return the case of some query rows, with outputs of its own."""
+        out, lse = torch.empty_like(self.out[rows]), torch.empty_like(self.lse[rows])
+        return replace(self, q=self.q[rows], out=out, lse=lse, live=len(rows))
+
     def clear(self) -> None:
         """Fill the outputs with a NaN of their own."""
         for tensor in (self.out, self.lse):
