@@ -118,7 +118,7 @@ def begin_step(
     context, depth = req_to_token.shape[1], out.positions.shape[1]
     batch, steps, topk = out.draft_positions.shape
     if on_triton(seq_lens):
-        tables, narrows, wides, blocks = _split(copies)
+        tables, sizes, blocks = _split(copies)
         launch.begin_step_kernel[batch, 1 + blocks](
             rows,
             turn,
@@ -140,10 +140,7 @@ def begin_step(
             *out.draft_positions.stride()[:2],
             LEAD=lead,
             LEADS=out.draft_lens is not None,
-            NARROWS=narrows,
-            WIDES=wides,
-            NARROW=_NARROW,
-            BYTES=_BYTES,
+            **sizes,
             BLOCK_W=power_of_2(reserve_len),
             BLOCK_D=power_of_2(depth),
             BLOCK_S=power_of_2(steps * topk),
@@ -225,7 +222,7 @@ def end_step(
     if not len(rows):
         return
     if on_triton(rows):
-        tables, narrows, wides, blocks = _split(copies)
+        tables, sizes, blocks = _split(copies)
         launch.end_step_kernel[batch, 1 + blocks](
             rows,
             seq_lens,
@@ -239,10 +236,7 @@ def end_step(
             depth,
             accepted.accept_tokens.stride(0),
             packed_out.stride(0),
-            NARROWS=narrows,
-            WIDES=wides,
-            NARROW=_NARROW,
-            BYTES=_BYTES,
+            **sizes,
             BLOCK_D=power_of_2(depth),
             **launch_options(rows.device),
         )
@@ -422,10 +416,10 @@ def _check_start(out: StepStart, batch: int, reserve_len: int) -> None:
     )
 
 
-def _split(copies: Copies) -> tuple[list[Any], int, int, int]:
+def _split(copies: Copies) -> tuple[list[Any], dict[str, int], int]:
     """Return the kernels' tables in two groups by width.
 
-    That is ten tuples, the numbers of narrow and of wide tables, and the number of wide blocks.
+    That is ten tuples, the kernels' constants, and the number of wide blocks.
     """
     pairs = [(as_columns(s), as_columns(t)) for s, t in copies]
     # tables may be wider than what is read or written of them
@@ -442,4 +436,5 @@ def _split(copies: Copies) -> tuple[list[Any], int, int, int]:
             tuple(width for _, _, width in parts),
         ]
     blocks = sum(cdiv(width * s.element_size(), _BYTES) for s, _, width in wide)
-    return arguments, len(narrow), len(wide), blocks
+    sizes = {"NARROWS": len(narrow), "WIDES": len(wide), "NARROW": _NARROW, "BYTES": _BYTES}
+    return arguments, sizes, blocks

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_shape
-from specattn.kernels.launch import launch_options, power_of_2
-from specattn.kernels.tree.build import MAX_NODES, write_links, written
+from specattn.kernels.launch import launch_options
+from specattn.kernels.tree.build import MAX_NODES, node_sizes, write_links, written
 
 if TYPE_CHECKING:
     from specattn.batch import DraftTree, Marginals
@@ -64,7 +64,6 @@ def best_first_tree(
         return
     batch, length, ranks = log_probs.shape
     if on_triton(log_probs):
-        num_words = out.words.shape[2]
         launch.best_first_kernel[(batch,)](
             log_probs,
             tokens,
@@ -75,12 +74,9 @@ def best_first_tree(
             length.bit_length(),
             log_probs.stride(0),
             tokens.stride(0),
-            N=nodes,
+            **node_sizes(out),
             L=length,
             K=ranks,
-            W=num_words,
-            BLOCK_N=power_of_2(nodes),
-            BLOCK_W=power_of_2(num_words),
             # nodes are found one by one, and between warps every reduction would wait for a barrier
             num_warps=1,
             **launch_options(log_probs.device),

@@ -66,7 +66,7 @@ def build_tree(
     if not batch:
         return
     if count <= MAX_CANDIDATES and on_triton(scores):
-        groups, num_words, block_n = parents.shape[1], out.words.shape[2], power_of_2(nodes)
+        groups = parents.shape[1]
         launch.build_tree_kernel[(batch,)](
             scores,
             candidates.tokens,
@@ -81,14 +81,11 @@ def build_tree(
             scores.stride(0),
             candidates.tokens.stride(0),
             parents.stride(0),
-            N=nodes,
-            W=num_words,
+            **node_sizes(out),
             TOPK=topk,
             BLOCK_C=power_of_2(count),
             BLOCK_G=power_of_2(groups),
-            BLOCK_N=block_n,
-            BLOCK_W=power_of_2(num_words),
-            BLOCK_S=min(block_n, 64),
+            BLOCK_S=min(power_of_2(nodes), 64),
             num_warps=_warps(count, nodes),
             **launch_options(scores.device),
         )
@@ -146,8 +143,7 @@ def link_tree(linked: Linked, seq_lens: Tensor, *, out: DraftTree) -> None:
     if not len(tokens):
         return
     if on_triton(tokens):
-        batch, nodes, num_words = out.words.shape
-        block_n = power_of_2(nodes)
+        batch, nodes = shape
         launch.link_tree_kernel[(batch,)](
             tokens,
             parents,
@@ -157,11 +153,8 @@ def link_tree(linked: Linked, seq_lens: Tensor, *, out: DraftTree) -> None:
             (nodes - 1).bit_length(),
             tokens.stride(0),
             parents.stride(0),
-            N=nodes,
-            W=num_words,
-            BLOCK_N=block_n,
-            BLOCK_W=power_of_2(num_words),
-            BLOCK_S=min(block_n, 64),
+            **node_sizes(out),
+            BLOCK_S=min(power_of_2(nodes), 64),
             num_warps=1 if nodes <= 64 else 4,
             **launch_options(out.words.device),
         )
@@ -190,6 +183,12 @@ def written(out: DraftTree) -> dict[str, Tensor]:
         "out.retrieve_next_token": out.retrieve_next_token,
         "out.retrieve_next_sibling": out.retrieve_next_sibling,
     }
+
+
+def node_sizes(out: DraftTree) -> dict[str, int]:
+    """Return how many nodes and words trees have, as kernels' constants."""
+    nodes, words = out.words.shape[1:]
+    return {"N": nodes, "W": words, "BLOCK_N": power_of_2(nodes), "BLOCK_W": power_of_2(words)}
 
 
 def write_links(out: DraftTree, parent: Tensor, seq_lens: Tensor, depth_limit: int) -> None:
