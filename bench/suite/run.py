@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import traceback
 from dataclasses import asdict
@@ -73,6 +74,8 @@ class Runner:
         self.out, self.rounds, self.log, self.commit = out, rounds, log, commit
         self.skip, self.resume = set(skip), resume
         self.arena = Arena(torch.device("cuda"))
+        # what FlashInfer has not built is told as such; set to nothing, it compiles for minutes
+        os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
         self.absent = {kind.name: reason for kind in PEERS if (reason := kind.absent())}
 
     def part(self, part: Part) -> dict[str, Any]:

@@ -42,9 +42,6 @@ def bench(
     workers: Annotated[
         int | None, typer.Option("--workers", min=0, help="Processes that compile ahead.")
     ] = None,
-    build: Annotated[
-        bool, typer.Option("--build", help="Compile FlashInfer's missing modules first (minutes).")
-    ] = False,
     commit: Annotated[
         str | None, typer.Option("--commit", help="What the results call this version.")
     ] = None,
@@ -78,8 +75,6 @@ def bench(
         index, count = map(int, shard.split("/"))
         cells = [cell for one in chosen for cell in one.cells]
         raise typer.Exit(1 if _suite("warm").work(cells, index, count) else 0)
-    if build:
-        _suite("build").build([cell for one in chosen for cell in one.cells], print)
     _warm(workers)
     options = {"rounds": rounds, "commit": commit, "skip": skip or []}
     runner = _suite("run").Runner(folder, log=_log, resume=resume, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import torch
 
@@ -327,7 +327,6 @@ def xqa(
 
 def install(monkeypatch):
     """Put the fakes where the peers import from; every module counts as built."""
-    built = SimpleNamespace(is_compiled=True, name="module")
     modules = {
         "sgl_kernel": {"merge_state_v2": merge_state_v2},
         "sgl_kernel.flash_attn": {
@@ -345,17 +344,6 @@ def install(monkeypatch):
         "flashinfer.cascade": {"MultiLevelCascadeAttentionWrapper": Cascade},
         "flashinfer.mla": {"BatchMLAPagedAttentionWrapper": Mla},
         "flashinfer.xqa": {"xqa": xqa},
-        "flashinfer.jit": {
-            name: lambda *args: built
-            for name in (
-                "gen_batch_prefill_module",
-                "gen_batch_decode_module",
-                "gen_batch_mla_module",
-            )
-        },
-        "flashinfer.jit.cascade": {"gen_cascade_module": lambda: built},
-        "flashinfer.jit.quantization": {"gen_quantization_module": lambda: built},
-        "flashinfer.jit.xqa": {"gen_xqa_module": lambda *args: built},
     }
     for name, members in modules.items():
         module = ModuleType(name)

@@ -108,17 +108,6 @@ def test_a_missing_library_is_a_reason(kind, monkeypatch):
     assert "ModuleNotFoundError" in kind.absent()
 
 
-def test_a_module_that_is_not_built_is_a_reason(monkeypatch):
-    import flashinfer.jit as jit
-
-    missing = fakes.SimpleNamespace(is_compiled=False, name="batch_prefill")
-    monkeypatch.setattr(jit, "gen_batch_prefill_module", lambda *args: missing)
-    case = cases.make("5 tree 4-3-8")
-    reasons = {kind.name: kind.refuses(case) for kind in PEERS}
-    assert reasons["FlashInfer mask"] == "not built: batch_prefill"
-    assert reasons["FlashInfer causal"] == ""
-
-
 def test_the_oracle_sees_what_is_wrong():
     case = cases.make("20 + 30 chain 3", dtype="float16", **SHAPE)
     batch = fresh(case)

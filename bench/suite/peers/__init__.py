@@ -8,15 +8,14 @@ from .fa3 import Fa3, Fa3Ahead, Fa3Tree, Fa3TreeAhead
 from .flashinfer import (
     FlashInferCascade,
     FlashInferCausal,
-    FlashInferCausalFa3,
     FlashInferCausalGraph,
     FlashInferDecode,
     FlashInferMask,
     FlashInferMaskGraph,
 )
-from .latent import Fa3Latent, FlashInferMla, FlashInferMlaFa2, FlashMla
+from .latent import Fa3Latent, FlashInferMla, FlashMla
 from .ours import Ours, OursFixed, OursPrompt
-from .sglang import SglangDecode, SglangDecode64, SglangExtend, SglangVerify
+from .sglang import SglangDecode, SglangExtend
 from .xqa import Xqa
 
 if TYPE_CHECKING:
@@ -35,16 +34,12 @@ PEERS: tuple[type[Contestant], ...] = (
     FlashInferMaskGraph,
     FlashInferCausal,
     FlashInferCausalGraph,
-    FlashInferCausalFa3,
     FlashInferDecode,
     FlashInferCascade,
     Xqa,
     FlashInferMla,
-    FlashInferMlaFa2,
     SglangExtend,
-    SglangVerify,
     SglangDecode,
-    SglangDecode64,
 )
 
 

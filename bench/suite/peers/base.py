@@ -72,11 +72,6 @@ class Contestant:
             return ""
         return None
 
-    @classmethod
-    def modules(cls, case: Case) -> list[Any]:
-        """Return what has to be compiled ahead, as objects with ``name`` and ``build``."""
-        return []
-
     @property
     def plans(self) -> bool:
         """Whether there is anything to plan."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..batch import stored_dtype
 from .base import Contestant, ancestor_lists, branch_lists, full_mask, int32, total_lens
 
 if TYPE_CHECKING:
@@ -47,40 +46,10 @@ def page_lists(batch: Batch, lens: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     return int32(offsets, device), pages, int32(last, device)
 
 
-def unbuilt(specs: list[Any]) -> str | None:
-    missing = [spec.name for spec in specs if not spec.is_compiled]
-    return f"not built: {missing[0]}" if missing else None
-
-
 class _FlashInfer(Contestant):
     needs = ("flashinfer",)
     device_plan = False
     backend: ClassVar[str] = "fa2"
-
-    @classmethod
-    def refuses(cls, case: Case) -> str | None:
-        found = super().refuses(case)
-        return unbuilt(cls.modules(case)) if found is None else found
-
-    @classmethod
-    def modules(cls, case: Case) -> list[Any]:
-        dtype, dim = getattr(torch, case.dtype), case.head_dim
-        jit = import_module("flashinfer.jit")
-        return [
-            jit.gen_batch_prefill_module(
-                cls.backend,
-                dtype,
-                stored_dtype(case),
-                dtype,
-                torch.int32,
-                dim,
-                dim,
-                0,
-                False,
-                False,
-                False,
-            )
-        ]
 
     def pools(self, pool: int) -> tuple[Tensor, Tensor]:
         batch = self.batch
@@ -160,11 +129,6 @@ class FlashInferMask(_Planned):
     setting = "plan for this batch"
     modes = ("tree",)
 
-    @classmethod
-    def modules(cls, case: Case) -> list[Any]:
-        pack = import_module("flashinfer.jit.quantization").gen_quantization_module()
-        return [*super().modules(case), pack]
-
 
 class FlashInferMaskGraph(FlashInferMask):
     """The same, planned as an engine records graphs."""
@@ -195,15 +159,6 @@ class FlashInferCausalGraph(FlashInferCausal):
     graph = True
 
 
-class FlashInferCausalFa3(FlashInferCausal):
-    """The same through its FA3 kernels."""
-
-    name = "FlashInfer causal, FA3"
-    setting = "backend fa3"
-    float8 = False
-    backend = "fa3"
-
-
 class FlashInferDecode(_FlashInfer):
     """Decode, and draft decode with every branch a request of its own."""
 
@@ -219,18 +174,6 @@ class FlashInferDecode(_FlashInfer):
         if case.mode == "draft" and case.page_size > 1:
             return "branches share pages"
         return super().refuses(case)
-
-    @classmethod
-    def modules(cls, case: Case) -> list[Any]:
-        if case.heads[0] // case.heads[1] >= 4:
-            return super().modules(case)
-        dtype, dim = getattr(torch, case.dtype), case.head_dim
-        jit = import_module("flashinfer.jit")
-        return [
-            jit.gen_batch_decode_module(
-                dtype, stored_dtype(case), dtype, torch.int32, dim, dim, 0, False, False
-            )
-        ]
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -273,11 +216,6 @@ class FlashInferCascade(_FlashInfer):
     @classmethod
     def refuses(cls, case: Case) -> str | None:
         return "branches share pages" if case.page_size > 1 else super().refuses(case)
-
-    @classmethod
-    def modules(cls, case: Case) -> list[Any]:
-        cascade = import_module("flashinfer.jit.cascade").gen_cascade_module()
-        return [*super().modules(case), cascade]
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from .base import Contestant, int32, query_offsets, total_lens
-from .flashinfer import Workspace, page_lists, unbuilt
+from .flashinfer import Workspace, page_lists
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,20 +47,6 @@ class FlashInferMla(_Latent):
     setting = "backend fa3"
     needs = ("flashinfer.mla",)
     device_plan = False
-    backend: ClassVar[str] = "fa3"
-
-    @classmethod
-    def refuses(cls, case: Case) -> str | None:
-        found = super().refuses(case)
-        return unbuilt(cls.modules(case)) if found is None else found
-
-    @classmethod
-    def modules(cls, case: Case) -> list[Any]:
-        dtype = getattr(torch, case.dtype)
-        jit = import_module("flashinfer.jit")
-        return [
-            jit.gen_batch_mla_module(cls.backend, dtype, dtype, dtype, torch.int32, RANK, 64, False)
-        ]
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -75,7 +61,7 @@ class FlashInferMla(_Latent):
             kv_indptr=self.lists[0].clone(),
             kv_indices=self.lists[1].clone(),
             kv_len_arr=self.lens.clone(),
-            backend=self.backend,
+            backend="fa3",
         )
 
     def plan(self) -> None:
@@ -97,14 +83,6 @@ class FlashInferMla(_Latent):
     def run(self, pool: int) -> None:
         rows = self.latent(pool).squeeze(2)
         self.wrapper.run(*self.q_parts, rows[..., :RANK], rows[..., RANK:], out=self.out)
-
-
-class FlashInferMlaFa2(FlashInferMla):
-    """The same with its FA2 kernels."""
-
-    name = "FlashInfer MLA, FA2"
-    setting = "backend fa2"
-    backend = "fa2"
 
 
 class FlashMla(_Latent):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ..batch import Batch
     from ..cases import Case
 
+#: The most parts of a request, by default.
+SPLITS = 8
 OPS = "sglang.srt.layers.attention.triton_ops"
 
 
@@ -78,9 +80,9 @@ class SglangExtend(_Sglang):
     def plan(self) -> None:
         self.fill_lists()
 
-    def arguments(self, pool: int) -> tuple[Any, ...]:
+    def run(self, pool: int) -> None:
         batch = self.batch
-        return (
+        self.call(
             self.q,
             self.k_new,
             self.v_new,
@@ -96,29 +98,9 @@ class SglangExtend(_Sglang):
             batch.case.q_len,
             1.0,
             1.0,
+            sm_scale=batch.scale,
+            page_size=batch.case.page_size,
         )
-
-    def run(self, pool: int) -> None:
-        self.call(
-            *self.arguments(pool), sm_scale=self.batch.scale, page_size=self.batch.case.page_size
-        )
-
-
-class SglangVerify(SglangExtend):
-    """Its split-KV verify, which the engine itself enables on AMD alone."""
-
-    name = "SGLang split verify"
-    setting = "off on NVIDIA in the engine"
-    needs = (*_Sglang.needs, f"{OPS}.verify_splitkv")
-    modes = ("chain",)
-
-    def __init__(self, batch: Batch) -> None:
-        super().__init__(batch)
-        self.call = import_module(f"{OPS}.verify_splitkv").verify_splitkv_fwd
-
-    def run(self, pool: int) -> None:
-        if not self.call(*self.arguments(pool), sm_scale=self.batch.scale):
-            raise ValueError("verify_splitkv_fwd does not serve the case")
 
 
 class SglangDecode(_Sglang):
@@ -127,7 +109,6 @@ class SglangDecode(_Sglang):
     name = "SGLang decode"
     modes = ("chain", "draft")
     needs = (f"{OPS}.decode_attention", *_Sglang.needs[1:])
-    splits: ClassVar[int] = 8
 
     @classmethod
     def refuses(cls, case: Case) -> str | None:
@@ -146,8 +127,8 @@ class SglangDecode(_Sglang):
         else:
             self.lists(batch.lens + 1)
         self.split_lens = batch.lens + (1 if case.mode == "chain" else 0)
-        self.logits = torch.empty(rows, heads, self.splits, case.v_dim, device=device)
-        self.sums = torch.empty(rows, heads, self.splits, device=device)
+        self.logits = torch.empty(rows, heads, SPLITS, case.v_dim, device=device)
+        self.sums = torch.empty(rows, heads, SPLITS, device=device)
         self.num_splits = torch.zeros(rows, dtype=torch.int32, device=device)
         self.cores = torch.cuda.get_device_properties(device).multi_processor_count
         self.count: Any = import_module(f"{OPS}.metadata").get_num_kv_splits_triton
@@ -165,7 +146,7 @@ class SglangDecode(_Sglang):
             self.group,
             case.heads[0],
             case.heads[1],
-            self.splits,
+            SPLITS,
             self.cores,
             MAX_NUM_SEQ=max(256, 1 << (case.batch - 1).bit_length()),
         )
@@ -182,7 +163,7 @@ class SglangDecode(_Sglang):
             self.logits,
             self.sums,
             self.num_splits,
-            self.splits,
+            SPLITS,
             batch.scale,
             1.0,
             1.0,
@@ -190,11 +171,3 @@ class SglangDecode(_Sglang):
             use_pdl=True,
             page_size=batch.case.page_size,
         )
-
-
-class SglangDecode64(SglangDecode):
-    """The same with up to 64 splits (``--triton-attention-num-kv-splits 64``)."""
-
-    name = "SGLang decode 64"
-    setting = "64 splits"
-    splits = 64

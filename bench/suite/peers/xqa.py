@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..batch import stored_dtype
 from .base import Contestant, int32, total_lens
-from .flashinfer import Workspace, unbuilt
+from .flashinfer import Workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,26 +36,7 @@ class Xqa(Contestant):
             return "its float8 modules lack a symbol when called, which ends the process"
         if found is None and case.page_size not in PAGES:
             return f"pages of {', '.join(map(str, PAGES))} only"
-        return unbuilt(cls.modules(case)) if found is None else found
-
-    @classmethod
-    def modules(cls, case: Case) -> list[Any]:
-        if case.page_size not in PAGES:
-            return []
-        dtype, group = getattr(torch, case.dtype), case.heads[0] // case.heads[1]
-        make = import_module("flashinfer.jit.xqa").gen_xqa_module
-        return [
-            make(
-                dtype,
-                stored_dtype(case),
-                case.page_size,
-                case.head_dim,
-                group,
-                False,
-                dtype,
-                case.q_len,
-            )
-        ]
+        return found
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
