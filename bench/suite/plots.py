@@ -39,10 +39,6 @@ def digest(part: PartFound) -> str:
     return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
 
 
-def digest_of(parts: list[PartFound]) -> str:
-    return hashlib.sha256("".join(map(digest, parts)).encode()).hexdigest()[:16]
-
-
 def stamp(path: Path) -> str | None:
     """Return the digest a picture was made for."""
     if not path.exists():
@@ -129,85 +125,3 @@ def _marks(found: list[tuple[Found, Line]], roof: Any, ratio: Any) -> None:
 
 def _label(cell: Found, line: Line) -> str:
     return cell.name if line is cell.own else f"({line.name.partition(' ')[2]})"
-
-
-def latency(parts: list[PartFound], path: Path) -> None:
-    """Draw every cell's time over the tokens of its batch, a panel per part."""
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-    rows = -(-len(parts) // 3)
-    with matplotlib.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            rows,
-            min(3, len(parts)),
-            figsize=(11, 3.2 * rows),
-            squeeze=False,
-            layout="tight",
-        )
-        for part, panel in zip(parts, axes.flat, strict=False):
-            _panel(part, panel)
-        for panel in list(axes.flat)[len(parts) :]:
-            panel.set_visible(False)
-        figure.legend(
-            *axes.flat[0].get_legend_handles_labels(),
-            loc="upper center",
-            bbox_to_anchor=(0.5, 0),
-            ncols=4,
-        )
-        save(figure, path, digest_of(parts))
-
-
-def _panel(part: PartFound, panel: Any) -> None:
-    own = [line for cell in part.cells for line in cell.lines]
-    best = [cell.best for cell in part.cells if cell.best]
-    rest = [line for cell in part.cells for line in cell.peers.values() if line is not cell.best]
-    floors = [line.us * line.of_roof for line in own]
-
-    def dots(lines: list[Line], marker: str, color: str, label: str, size: float) -> None:
-        panel.plot(
-            [max(line.tokens, 1) for line in lines],
-            [line.us for line in lines],
-            marker,
-            color=color,
-            label=label,
-            markersize=size,
-            alpha=0.85,
-        )
-
-    panel.plot(
-        [max(line.tokens, 1) for line in own],
-        floors,
-        "_",
-        color=FLOOR,
-        markersize=9,
-        label="roof: bytes at the speed of a copy, or operations at that of a matmul",
-    )
-    dots(rest, ".", "#c5c9cc", "other peers", 4)
-    dots(best, "o", COLORS[0], "best peer", 4.5)
-    for lines in _series(part):
-        panel.plot(
-            [line.tokens for line in lines], [line.us for line in lines], color=OURS, linewidth=0.8
-        )
-    dots(own, "D", OURS, "specattn", 3.5)
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    panel.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}")
-    panel.set(title=part.title, xlabel="tokens of the batch", ylabel="us per layer")
-
-
-def _series(part: PartFound) -> list[list[Line]]:
-    """Own lines that differ in their lengths alone, three or more."""
-    found: dict[str, list[Line]] = {}
-    for cell in part.cells:
-        for line in cell.lines:
-            if line.case["even"]:
-                rest = {
-                    key: value
-                    for key, value in line.case.items()
-                    if key not in ("lengths", "tokens", "size")
-                }
-                found.setdefault(json.dumps(rest), []).append(line)
-    return [
-        sorted(lines, key=lambda line: line.tokens) for lines in found.values() if len(lines) > 2
-    ]

@@ -1,7 +1,7 @@
 """The tables and pictures of documentation pages, made from result files.
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
-replaced. Names are ``summary``, ``machines``, ``latency``, ``steps``, ``dflash``, ``pair``,
+replaced. Names are ``summary``, ``machines``, ``steps``, ``dflash``, ``pair``,
 ``acceptance``, ``proposers``, ``host``, and those of `SHOWN`. Cells that are not shown are in the
 result files and, of shown parts, in the pictures.
 """
@@ -131,9 +131,6 @@ def write(folder: Path, docs: Path) -> list[Path]:
         if part.name in SHOWN:
             made.append(picture(docs, part.name))
             plots.bars(part, made[-1])
-    if parts:
-        made.append(picture(docs, "latency"))
-        plots.latency(parts, made[-1])
     return made
 
 
@@ -174,7 +171,6 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     cells = [cell for part in parts for cell in part.cells]
     ratios = [*summary.attention(cells), *steps.ratios(results)]
     found["summary"], found["machines"] = summary.table(ratios), tables.machines(parts)
-    found["latency"] = "![Time over tokens](img/attention_latency.svg)"
     for part in parts:
         if part.name in SHOWN:
             table, names = SHOWN[part.name]

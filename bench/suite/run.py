@@ -207,5 +207,4 @@ def describe(case: Case) -> dict[str, Any]:
         "tokens": sum(case.lengths),
         "tail": case.tail,
         "size": case.size,
-        "even": len(set(case.lengths)) == 1,
     }

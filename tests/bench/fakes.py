@@ -326,7 +326,7 @@ def xqa(
 
 
 def install(monkeypatch):
-    """Put the fakes where the peers import from; every module counts as built."""
+    """Put the fakes where the peers import from."""
     modules = {
         "sgl_kernel": {"merge_state_v2": merge_state_v2},
         "sgl_kernel.flash_attn": {
