@@ -7,12 +7,9 @@ in float32 a run fails at its end if one differs. ``own branch`` drafts as SGLan
 a branch reads its own beam slot's KV at every depth, whatever its true ancestors are
 (sglang#7523); it shows what true ancestors are worth.
 
-What is known is written after every line. Processes may share the lines, a file each:
+What is known is written after every line, and lines that ``--out`` has are not measured again.
 
-    python -m bench.acceptance [--kinds eagle3 dflash ...] [--seconds S] [--resume] [--out FILE]
-    python -m bench.acceptance --share 0/2 --out FIRST
-    python -m bench.acceptance --share 1/2 --out SECOND
-    python -m bench.acceptance --merge FIRST SECOND --out FILE
+    python -m bench.acceptance [--kinds eagle3 dflash ...] [--seconds S] [--out FILE]
 """
 
 from __future__ import annotations
@@ -197,28 +194,26 @@ def key_of(line: dict[str, Any]) -> Key:
     return line["draft"], line["tree"], line["temperature"]
 
 
-def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one record of several's lines, in the order of the settings.
+def merged(head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a record of these lines, in the order of the settings."""
+    found = {key_of(line): line for line in lines}
+    return head | {"results": [found[one.key] for one in SETTINGS if one.key in found]}
+
+
+def known(head: dict[str, Any], path: Path | None) -> list[dict[str, Any]]:
+    """Return the lines that a file has.
 
     Raises
     ------
     ValueError
         If they were not measured alike.
     """
-    heads = [{**record, "results": []} for record in records]
-    for head in heads[1:]:
-        if head != heads[0]:
-            differing = sorted(name for name in heads[0] if heads[0][name] != head.get(name))
-            raise ValueError(f"records differ in {', '.join(differing)}")
-    found = {key_of(line): line for record in records for line in record["results"]}
-    order = [setting.key for setting in SETTINGS]
-    return heads[0] | {"results": [found[key] for key in order if key in found]}
-
-
-def chosen(kinds: Sequence[str], share: str) -> list[Setting]:
-    """Return the settings of some drafts, of which a share ``I/N`` has every N-th from I on."""
-    index, count = map(int, share.split("/"))
-    return [setting for setting in SETTINGS if setting.draft in kinds][index::count]
+    if path is None or not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if differing := [name for name in head if name != "results" and head[name] != found.get(name)]:
+        raise ValueError(f"{path} differs in {', '.join(differing)}")
+    return list(found["results"])
 
 
 def header(args: argparse.Namespace) -> dict[str, Any]:
@@ -241,10 +236,9 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     begin = time.perf_counter()
     load = functools.cache(lambda kind: pair(args.device, getattr(torch, args.dtype), kind=kind))
     prompts = held_out_prompts(args.prompts, load("none")[0].tokenizer)
-    found = header(args)
-    if args.resume and args.out.exists():
-        found = merged([found, json.loads(args.out.read_text())])
-    known = {key_of(line) for line in found["results"]}
+    head = header(args)
+    lines = known(head, args.out)
+    done = {key_of(line) for line in lines}
 
     @functools.cache
     def line(setting: Setting) -> tuple[dict[str, Any], list[list[int]]]:
@@ -254,20 +248,18 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             torch.cuda.empty_cache()
         return made
 
-    for setting in chosen(args.kinds, args.share):
+    for setting in (one for one in SETTINGS if one.draft in args.kinds and one.key not in done):
         spent = time.perf_counter() - begin
         if args.seconds is not None and spent > args.seconds:
             print(f"{spent:.0f} s are spent before {setting.key}", flush=True)
             return
-        if setting.key in known:
-            continue
         record, tokens = line(setting)
         if not setting.temperature:
             pairs = zip(line(PLAIN_GREEDY)[1], tokens, strict=True)
             record["requests_equal_to_plain"] = sum(a == b for a, b in pairs)
         print(f"{record['accepted_per_step']:7.3f}  {setting.key}", flush=True)
-        found = merged([found, {**found, "results": [record]}])
-        yield found
+        lines.append(record)
+        yield merged(head, lines)
 
 
 def arguments() -> argparse.Namespace:
@@ -278,22 +270,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=192, help="requests at once")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kinds", nargs="+", choices=DRAFTS, default=list(DRAFTS))
-    parser.add_argument("--share", default="0/1", metavar="I/N", help="every N-th line from I on")
     parser.add_argument("--seconds", type=float, help="after which no line begins")
-    parser.add_argument("--resume", action="store_true", help="keep the lines that --out has")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="measure nothing")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if args.out is None and (args.resume or args.merge):
-        parser.error("--resume and --merge need --out")
-    return args
+    parser.add_argument("--out", type=Path, help="where lines go; those that it has are kept")
+    return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    if args.merge:
-        write(merged([json.loads(path.read_text()) for path in args.merge]), args.out)
-        return
     found = header(args)
     for found in run(args):
         if args.out:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import acceptance
-from bench.acceptance import SETTINGS, Setting, chosen, measure, merged, own_branch
+from bench.acceptance import SETTINGS, Setting, measure, own_branch
 from bench.shipped import pair
 from bench.suite import acceptance as report
 from specattn.attention.multi_step import BoundMultiStep
@@ -48,12 +48,11 @@ def tiny(monkeypatch):
     return command
 
 
-def test_processes_share_the_lines_and_their_records_are_merged(tiny, tmp_path, monkeypatch):
-    parts, out = [tmp_path / "0.json", tmp_path / "1.json"], tmp_path / report.RECORD
-    for index, part in enumerate(parts):
-        tiny("--share", f"{index}/2", "--out", part)
-        assert len(json.loads(part.read_text())["results"]) == len(LINES) // 2
-    tiny("--merge", *reversed(parts), "--out", out)
+def test_lines_are_added_to_those_that_are_known(tiny, tmp_path, monkeypatch):
+    out = tmp_path / report.RECORD
+    tiny("--kinds", "plain", "dflash", "--out", out)
+    assert len(json.loads(out.read_text())["results"]) == 4
+    tiny("--out", out)
     record = json.loads(out.read_text())
     found = {acceptance.key_of(line): line for line in record["results"]}
     assert list(found) == [setting.key for setting in LINES]
@@ -74,7 +73,7 @@ def test_processes_share_the_lines_and_their_records_are_merged(tiny, tmp_path, 
 
     monkeypatch.setattr(acceptance, "measure", None)
     before = out.read_text()
-    tiny("--resume", "--out", out)
+    tiny("--out", out)
     assert out.read_text() == before
 
 
@@ -84,7 +83,7 @@ def test_a_run_that_is_cut_short_keeps_its_lines(tiny, tmp_path, capsys):
     assert not out.exists()
     assert "spent before ('plain', 'no tree', 0.0)" in capsys.readouterr().out
     tiny("--kinds", "plain", "--out", out)
-    tiny("--kinds", "dflash", "--resume", "--seconds", "0", "--out", out)
+    tiny("--kinds", "dflash", "--seconds", "0", "--out", out)
     assert [line["draft"] for line in json.loads(out.read_text())["results"]] == ["plain"]
 
 
@@ -102,20 +101,18 @@ def test_other_texts_than_plain_decodings_are_written_and_refused(tiny, tmp_path
     assert counts == [2, 1]
 
 
-def test_every_line_is_in_one_share():
-    kinds = list(report.DRAFTS)
-    shares = [chosen(kinds, f"{index}/5") for index in range(5)]
-    assert sorted(s.key for share in shares for s in share) == sorted(s.key for s in SETTINGS)
+def test_every_line_has_a_name_of_its_own():
     assert len({setting.key for setting in SETTINGS}) == len(SETTINGS)
-    assert {setting.draft for setting in SETTINGS} == set(kinds)
+    assert {setting.draft for setting in SETTINGS} == set(report.DRAFTS)
     for setting in SETTINGS:
         setting.config(acceptance.PROMPT_TOKENS + 128 + acceptance.ROOM, 4)
 
 
-def test_records_of_other_runs_are_not_merged():
-    one = {"device": "A", "new": 128, "results": []}
-    with pytest.raises(ValueError, match="records differ in new"):
-        merged([one, one | {"new": 64}])
+def test_lines_of_other_runs_are_not_added_to(tiny, tmp_path):
+    out = tmp_path / "found.json"
+    tiny("--kinds", "plain", "--out", out)
+    with pytest.raises(ValueError, match=r"found\.json differs in new"):
+        tiny("--new", "6", "--out", out)
 
 
 def test_own_branches_are_what_draft_forwards_read():
