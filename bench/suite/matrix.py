@@ -9,33 +9,24 @@ from .cases import Case, Cell, Part, fixed, float8, make, mla, sinks, with_page
 
 #: Names of the quick set's cells.
 QUICK = (
-    "1 x 100 tree 4-3-8",
-    "1 x 4k tree 4-3-8",
-    "32 x 4k tree 4-3-8",
-    "1 x 64k + 31 x 2k tree 4-3-8",
-    "8 x 8k tree 4-5-16",
-    "8 x 8k tree 8-7-64",
-    "8 x 8k tree 4-3-8 16/4 hd256",
-    "8 x 32k tree 4-3-8 8/1",
-    "8 x 8k tree 4-5-16 page 64",
-    "8 x 8k decode",
-    "8 x 8k chain 8",
-    "8 x 8k draft topk 8 step 2",
-    "8 x 8k extend 1..6",
-    "8 x 8k prompt 512",
-    "32 x 4k tree 4-3-8, options",
-    "16 x 16k decode mla16 page 64",
-    "8 x 32k chain 4 mla16 page 64",
-    "32 x 4k tree 4-3-8 fp8",
-    "32 x 4k tree 4-3-8, two orders",
-    "32 x 4k tree 4-3-8, sinks",
+    "1 x 100 tree 4-3-8; 1 x 4k tree 4-3-8; 32 x 4k tree 4-3-8; 1 x 64k + 31 x 2k tree 4-3-8; "
+    "8 x 8k tree 4-5-16; 8 x 8k tree 8-7-64; 8 x 8k tree 4-3-8 16/4 hd256; "
+    "8 x 32k tree 4-3-8 8/1; 8 x 8k tree 4-5-16 page 64; 8 x 8k decode; 8 x 8k chain 8; "
+    "8 x 8k draft topk 8 step 2; 8 x 8k extend 1..6; 8 x 8k prompt 512; "
+    "32 x 4k tree 4-3-8, options; 16 x 16k decode mla16 page 64; 8 x 32k chain 4 mla16 page 64; "
+    "32 x 4k tree 4-3-8 fp8; 32 x 4k tree 4-3-8, two orders; 32 x 4k tree 4-3-8, sinks"
 )
 MIXED = "1 x 64k + 31 x 2k"
 
 
-def _each(what: str, *sizes: str, **more: Any) -> list[Case]:
-    """Return a case per size of those that stand in ``sizes``, divided by commas."""
-    return [make(f"{size} {what}", **more) for text in sizes for size in text.split(", ")]
+def _named(names: str, **more: Any) -> list[Case]:
+    """Return a case per name of those that semicolons divide."""
+    return [make(name, **more) for name in names.split("; ")]
+
+
+def _each(what: str, sizes: str, **more: Any) -> list[Case]:
+    """Return a case per size of those that commas divide."""
+    return [make(f"{size} {what}", **more) for size in sizes.split(", ")]
 
 
 def _cells(*cases: list[Case]) -> list[Cell]:
@@ -46,7 +37,7 @@ def _trees() -> list[Cell]:
     """Sizes with small trees, then every tree at three sizes."""
     small = _each(
         "tree 4-3-8",
-        "1 x 100, 1 x 1k, 1 x 4k, 1 x 32k, 1 x 128k, 32 x 4k, 32 x 8k, 32 x 32k, 64 x 1k, 64 x 4k",
+        "1 x 100, 1 x 1k, 1 x 4k, 1 x 32k, 1 x 128k, 32 x 4k, 32 x 8k, 32 x 32k, 64 x 1k, 64 x 4k, "
         f"128 x 512, 256 x 1k, 512 x 512, {MIXED}, ragged 32 x 800..8k, ragged 64 x 100..4k",
     )
     medium = _each("tree 4-5-16", "1 x 32k, 8 x 1k, 8 x 8k, 8 x 32k")
@@ -69,54 +60,30 @@ def _shapes() -> list[Cell]:
         # with one KV head a token has few bytes
         batch = 32 if heads[1] == 1 else 8
         names = (
-            "1 x 4k tree 4-3-8",
-            f"{batch} x 8k tree 4-3-8",
-            "8 x 8k tree 8-7-64",
-            f"{batch} x 8k decode",
-            f"{batch} x 8k draft topk 8 step 2",
+            f"1 x 4k tree 4-3-8; {batch} x 8k tree 4-3-8; 8 x 8k tree 8-7-64; "
+            f"{batch} x 8k decode; {batch} x 8k draft topk 8 step 2"
         )
-        found += [make(name, heads=heads, head_dim=width) for name in names]
+        found += _named(names, heads=heads, head_dim=width)
     half = (
-        "1 x 4k tree 4-3-8",
-        "8 x 8k tree 4-5-16",
-        "32 x 4k tree 4-3-8",
-        "8 x 8k decode",
-        "8 x 8k chain 8",
-        "8 x 8k draft topk 8 step 2",
+        "1 x 4k tree 4-3-8; 8 x 8k tree 4-5-16; 32 x 4k tree 4-3-8; 8 x 8k decode; 8 x 8k chain 8; "
+        "8 x 8k draft topk 8 step 2"
     )
-    return _cells(
-        found,
-        _each("tree 4-3-8", "8 x 32k, 64 x 4k", heads=(8, 1)),
-        [make(name, dtype="float16") for name in half],
-    )
+    wide = _each("tree 4-3-8", "8 x 32k, 64 x 4k", heads=(8, 1))
+    return _cells(found, wide, _named(half, dtype="float16"))
 
 
 def _pages() -> list[Cell]:
     """Pages against page 1 within the cell: the layout of the pool is all that differs."""
-    both = (
-        "1 x 4k tree 4-3-8",
-        "8 x 8k tree 4-5-16",
-        "8 x 32k tree 4-3-8",
-        "32 x 4k tree 4-3-8",
-        "8 x 8k tree 8-7-64",
-        f"{MIXED} tree 4-3-8",
-        "8 x 8k decode",
-        "8 x 8k chain 8",
+    both = _named(
+        "1 x 4k tree 4-3-8; 8 x 8k tree 4-5-16; 8 x 32k tree 4-3-8; 32 x 4k tree 4-3-8; "
+        f"8 x 8k tree 8-7-64; {MIXED} tree 4-3-8; 8 x 8k decode; 8 x 8k chain 8"
     )
-    large = (
-        "8 x 8k tree 8-5-32",
-        "64 x 4k tree 4-3-8",
-        "1 x 4k decode",
-        "32 x 4k decode",
-        "8 x 8k chain 4",
-        "8 x 8k draft topk 8 step 2",
-        "8 x 8k extend 1..6",
-        "8 x 8k prompt 512",
-        "1 x 8k prompt 8k",
+    large = _named(
+        "8 x 8k tree 8-5-32; 64 x 4k tree 4-3-8; 1 x 4k decode; 32 x 4k decode; 8 x 8k chain 4; "
+        "8 x 8k draft topk 8 step 2; 8 x 8k extend 1..6; 8 x 8k prompt 512; 1 x 8k prompt 8k"
     )
-    sized = [(make(name), size) for name in both for size in (16, 64)]
-    sized += [(make(name), 64) for name in large]
-    sized.append((make("8 x 32k tree 4-3-8", heads=(8, 1)), 64))
+    large += _named("8 x 32k tree 4-3-8", heads=(8, 1))
+    sized = [(case, size) for case in both for size in (16, 64)] + [(case, 64) for case in large]
     return [Cell(with_page(case, size), (("page 1", case),)) for case, size in sized]
 
 
@@ -124,8 +91,8 @@ def _chains() -> list[Cell]:
     return _cells(
         _each(
             "decode",
-            "1 x 100, 1 x 1k, 1 x 4k, 1 x 8k, 1 x 32k, 1 x 128k, 8 x 1k, 8 x 8k, 32 x 4k, 64 x 16k",
-            f"128 x 1k, 512 x 512, {MIXED}",
+            "1 x 100, 1 x 1k, 1 x 4k, 1 x 8k, 1 x 32k, 1 x 128k, 8 x 1k, 8 x 8k, 32 x 4k, "
+            f"64 x 16k, 128 x 1k, 512 x 512, {MIXED}",
         ),
         _each("chain 4", "1 x 1k, 8 x 1k, 8 x 8k, 32 x 4k"),
         _each("chain 8", f"1 x 1k, 1 x 8k, 8 x 8k, 32 x 8k, 128 x 1k, {MIXED}"),
@@ -144,11 +111,14 @@ def _drafts() -> list[Cell]:
 
 
 def _extends() -> list[Cell]:
-    prompts = ("8 x 8k prompt 512", "1 x 8k prompt 8k", "1 x 8k prompt 512", "1 x 64k prompt 512")
+    prompts = (
+        "8 x 8k prompt 512; 1 x 8k prompt 8k; 1 x 8k prompt 512; 1 x 64k prompt 512; "
+        "1 x 0 prompt 8k"
+    )
     return _cells(
         _each("extend 1..6", "1 x 8k, 8 x 8k, 32 x 4k, 128 x 1k"),
         _each("extend 1..8", MIXED),
-        [make(name) for name in (*prompts, "1 x 0 prompt 8k")],
+        _named(prompts),
         _each("prompt 512", "8 x 8k", dtype="float16"),
     )
 
@@ -186,56 +156,53 @@ def _growth(what: str, cases: list[Case]) -> Cell:
 def _latent() -> list[Cell]:
     cells = []
     for heads in (16, 128):
-        names = ("1 x 1k decode", "32 x 8k chain 4", "1 x 8k decode", "16 x 16k decode")
-        names += ("64 x 4k decode", f"{MIXED} decode", "1 x 8k chain 4")
-        cells += [Cell(mla(make(name), heads)) for name in names]
+        names = (
+            "1 x 1k decode; 32 x 8k chain 4; 1 x 8k decode; 16 x 16k decode; 64 x 4k decode; "
+            f"{MIXED} decode; 1 x 8k chain 4"
+        )
+        cells += [Cell(mla(case, heads)) for case in _named(names)]
         # no peer takes trees; the chain beside them does as much work
-        four, alike = (mla(make(f"8 x 32k {what}"), heads) for what in ("chain 4", "tree 2-2-4"))
+        four, alike = (mla(case, heads) for case in _named("8 x 32k chain 4; 8 x 32k tree 2-2-4"))
         cells.append(Cell(four, (("tree", alike),)))
+    more = _named(f"128 x 1k decode; {MIXED} chain 4; 8 x 16k chain 8")
     return [
         *cells,
         *(Cell(mla(make("16 x 16k decode"), 16, size)) for size in (1, 16)),
-        *(
-            Cell(mla(make(name), 16))
-            for name in ("128 x 1k decode", f"{MIXED} chain 4", "8 x 16k chain 8")
-        ),
+        *(Cell(mla(case, 16)) for case in more),
         Cell(mla(make("8 x 8k tree 4-3-8"), 16), peers=False),
     ]
 
 
 def _float8() -> list[Cell]:
     """The same lengths in float8, against bfloat16 within the cell."""
-    paged = _each("tree 4-3-8", "32 x 4k, 8 x 32k")
+    first = (
+        "1 x 100 tree 4-3-8; 1 x 4k tree 4-3-8; 1 x 128k tree 4-3-8; 8 x 8k tree 4-5-16; "
+        "8 x 8k tree 8-7-64; 32 x 4k tree 4-3-8; 8 x 32k tree 4-3-8; 32 x 32k tree 4-3-8; "
+        f"{MIXED} tree 4-3-8"
+    )
+    last = (
+        "8 x 8k decode; 32 x 4k decode; 64 x 16k decode; 8 x 8k chain 8; "
+        "32 x 4k draft topk 8 step 2; 8 x 8k prompt 512"
+    )
+    paged = "8 x 8k tree 4-5-16; 32 x 4k tree 4-3-8; 8 x 32k tree 4-3-8; 32 x 4k decode"
     cases = [
-        *_each("tree 4-3-8", "1 x 100, 1 x 4k, 1 x 128k"),
-        *(make(f"8 x 8k tree {shape}") for shape in ("4-5-16", "8-7-64")),
-        *_each("tree 4-3-8", f"32 x 4k, 8 x 32k, 32 x 32k, {MIXED}"),
+        *_named(first),
         make("8 x 32k tree 4-3-8", heads=(8, 1)),
         make("16 x 8k tree 4-3-8", head_dim=64),
         make("16 x 4k tree 4-3-8", heads=(16, 4), head_dim=256),
-        *_each("decode", "8 x 8k, 32 x 4k, 64 x 16k"),
-        *(make(name) for name in ("8 x 8k chain 8", "32 x 4k draft topk 8 step 2")),
-        make("8 x 8k prompt 512"),
-        *(
-            with_page(case, 64)
-            for case in (make("8 x 8k tree 4-5-16"), *paged, make("32 x 4k decode"))
-        ),
+        *_named(last),
+        *_named(paged, page_size=64),
     ]
     return [Cell(float8(case), (("bfloat16", case),)) for case in cases]
 
 
 def _fixed() -> list[Cell]:
-    cases = [
-        *_each("tree 4-3-8", "1 x 100, 1 x 4k"),
-        make("8 x 8k tree 4-5-16"),
-        *_each("tree 4-3-8", f"32 x 4k, 8 x 32k, {MIXED}"),
-        make("8 x 8k tree 8-7-64"),
-        make("128 x 512 tree 4-3-8"),
-        *_each("decode", "1 x 4k, 8 x 8k, 32 x 4k"),
-        *_each("chain 8", "8 x 8k"),
-        *_each("draft topk 8 step 2", "8 x 8k"),
-        *_each("extend 1..6", "8 x 8k"),
-    ]
+    cases = _named(
+        "1 x 100 tree 4-3-8; 1 x 4k tree 4-3-8; 8 x 8k tree 4-5-16; 32 x 4k tree 4-3-8; "
+        f"8 x 32k tree 4-3-8; {MIXED} tree 4-3-8; 8 x 8k tree 8-7-64; 128 x 512 tree 4-3-8; "
+        "1 x 4k decode; 8 x 8k decode; 32 x 4k decode; 8 x 8k chain 8; "
+        "8 x 8k draft topk 8 step 2; 8 x 8k extend 1..6"
+    )
     return [
         Cell(
             case,
@@ -250,23 +217,15 @@ def _fixed() -> list[Cell]:
 def _sinks() -> list[Cell]:
     """With sinks and without in turn: the 8B shape, and gpt-oss's with its window and without."""
     oss: dict[str, Any] = {"heads": (64, 8), "head_dim": 64}
-    cases = [
-        *_each("decode", "1 x 8k, 32 x 4k"),
-        make("1 x 4k tree 4-3-8"),
-        make("8 x 8k tree 4-5-16"),
-        make("32 x 4k tree 4-3-8"),
-        make("8 x 8k tree 8-7-64"),
-        make("32 x 4k draft topk 8 step 2"),
-        make("8 x 8k prompt 512"),
-        fixed(make("8 x 8k tree 4-5-16")),
-        float8(make("32 x 4k tree 4-3-8")),
-        make("8 x 8k prompt 512", **oss),
-        *(
-            make(name, window_left=window, **oss)
-            for window in (-1, 127)
-            for name in ("32 x 4k decode", "8 x 8k tree 4-5-16", "64 x 4k tree 4-5-16")
-        ),
-    ]
+    cases = _named(
+        "1 x 8k decode; 32 x 4k decode; 1 x 4k tree 4-3-8; 8 x 8k tree 4-5-16; 32 x 4k tree 4-3-8; "
+        "8 x 8k tree 8-7-64; 32 x 4k draft topk 8 step 2; 8 x 8k prompt 512"
+    )
+    cases += [fixed(make("8 x 8k tree 4-5-16")), float8(make("32 x 4k tree 4-3-8"))]
+    cases += _named("8 x 8k prompt 512", **oss)
+    for window in (-1, 127):
+        names = "32 x 4k decode; 8 x 8k tree 4-5-16; 64 x 4k tree 4-5-16"
+        cases += _named(names, window_left=window, **oss)
     return [
         Cell(case, (("sinks", sinks(case)),), peers=False, title=f"{case.name}, sinks")
         for case in cases
@@ -293,7 +252,8 @@ def parts() -> dict[str, Part]:
 
 def quick() -> Part:
     """Return a few cells of every part."""
-    cells = [cell for part in parts().values() for cell in part.cells if cell.name in QUICK]
+    names = QUICK.split("; ")
+    cells = [cell for part in parts().values() for cell in part.cells if cell.name in names]
     return Part("quick", "Quick set", cells)
 
 

@@ -34,88 +34,47 @@ PAGE = "performance.md"
 #: Every page with marked places.
 PAGES = (PAGE, "proposers.md", "pair.md")
 #: Of a part, what the page shows: the table, and which cells it has.
-SHOWN: dict[str, tuple[Callable[[list[Found]], str], tuple[str, ...]]] = {
+SHOWN: dict[str, tuple[Callable[[list[Found]], str], str]] = {
     "trees": (
         tables.cells,
-        (
-            "1 x 100 tree 4-3-8",
-            "1 x 4k tree 4-3-8",
-            "1 x 128k tree 4-3-8",
-            "32 x 32k tree 4-3-8",
-            "256 x 1k tree 4-3-8",
-            "1 x 64k + 31 x 2k tree 4-3-8",
-            "8 x 8k tree 4-5-16",
-            "8 x 8k tree 8-7-64",
-            "32 x 4k tree 8-7-64",
-        ),
+        "1 x 100 tree 4-3-8; 1 x 4k tree 4-3-8; 1 x 128k tree 4-3-8; 32 x 32k tree 4-3-8; "
+        "256 x 1k tree 4-3-8; 1 x 64k + 31 x 2k tree 4-3-8; 8 x 8k tree 4-5-16; "
+        "8 x 8k tree 8-7-64; 32 x 4k tree 8-7-64",
     ),
     "chains": (
         tables.cells,
-        (
-            "1 x 1k decode",
-            "1 x 8k decode",
-            "8 x 8k decode",
-            "32 x 4k decode",
-            "512 x 512 decode",
-            "1 x 64k + 31 x 2k decode",
-            "1 x 8k chain 8",
-            "32 x 8k chain 8",
-        ),
+        "1 x 1k decode; 1 x 8k decode; 8 x 8k decode; 32 x 4k decode; 512 x 512 decode; "
+        "1 x 64k + 31 x 2k decode; 1 x 8k chain 8; 32 x 8k chain 8",
     ),
     "drafts": (
         tables.cells,
-        (
-            "1 x 1k draft topk 8 step 2",
-            "8 x 8k draft topk 4 step 2",
-            "8 x 8k draft topk 8 step 2",
-            "32 x 4k draft topk 8 step 2",
-            "1 x 64k + 31 x 2k draft topk 8 step 2",
-        ),
+        "1 x 1k draft topk 8 step 2; 8 x 8k draft topk 4 step 2; "
+        "8 x 8k draft topk 8 step 2; 32 x 4k draft topk 8 step 2; "
+        "1 x 64k + 31 x 2k draft topk 8 step 2",
     ),
     "extends": (
         tables.cells,
-        (
-            "1 x 8k extend 1..6",
-            "8 x 8k extend 1..6",
-            "8 x 8k prompt 512",
-            "1 x 8k prompt 8k",
-            "1 x 64k prompt 512",
-            "1 x 0 prompt 8k",
-        ),
+        "1 x 8k extend 1..6; 8 x 8k extend 1..6; 8 x 8k prompt 512; 1 x 8k prompt 8k; "
+        "1 x 64k prompt 512; 1 x 0 prompt 8k",
     ),
     "latent": (
         tables.cells,
-        (
-            "1 x 8k decode mla16 page 64",
-            "16 x 16k decode mla16 page 64",
-            "8 x 32k chain 4 mla16 page 64",
-            "1 x 8k decode mla128 page 64",
-            "16 x 16k decode mla128 page 64",
-            "64 x 4k decode mla128 page 64",
-            "32 x 8k chain 4 mla128 page 64",
-        ),
+        "1 x 8k decode mla16 page 64; 16 x 16k decode mla16 page 64; "
+        "8 x 32k chain 4 mla16 page 64; 1 x 8k decode mla128 page 64; "
+        "16 x 16k decode mla128 page 64; 64 x 4k decode mla128 page 64; "
+        "32 x 8k chain 4 mla128 page 64",
     ),
     "float8": (
         tables.variants,
-        (
-            "1 x 4k tree 4-3-8 fp8",
-            "1 x 128k tree 4-3-8 fp8",
-            "8 x 8k tree 8-7-64 fp8",
-            "8 x 32k tree 4-3-8 fp8",
-            "16 x 8k tree 4-3-8 hd64 fp8",
-            "32 x 4k decode fp8",
-            "8 x 8k prompt 512 fp8",
-        ),
+        "1 x 4k tree 4-3-8 fp8; 1 x 128k tree 4-3-8 fp8; 8 x 8k tree 8-7-64 fp8; "
+        "8 x 32k tree 4-3-8 fp8; 16 x 8k tree 4-3-8 hd64 fp8; 32 x 4k decode fp8; "
+        "8 x 8k prompt 512 fp8",
     ),
     "fixed": (
         tables.variants,
-        (
-            "1 x 4k tree 4-3-8, two orders",
-            "8 x 8k tree 4-5-16, two orders",
-            "8 x 8k tree 8-7-64, two orders",
-            "8 x 8k decode, two orders",
-            "8 x 8k draft topk 8 step 2, two orders",
-        ),
+        "1 x 4k tree 4-3-8, two orders; 8 x 8k tree 4-5-16, two orders; "
+        "8 x 8k tree 8-7-64, two orders; 8 x 8k decode, two orders; "
+        "8 x 8k draft topk 8 step 2, two orders",
     ),
 }
 MARKED = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -174,6 +133,6 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     for part in parts:
         if part.name in SHOWN:
             table, names = SHOWN[part.name]
-            shown = table([cell for cell in part.cells if cell.name in names])
+            shown = table([cell for cell in part.cells if cell.name in names.split("; ")])
             found[part.name] = f"![{part.title}](img/attention_{part.name}.svg)\n\n{shown}"
     return found
