@@ -22,33 +22,23 @@ class Line:
 
     Parameters
     ----------
-    name, setting : str
-        Who, and how called.
+    name : str
+        Who.
     case : dict
         What it computed, as `run.describe` says it.
-    us, low, high : float
-        Microseconds per layer: median, and the 10th and 90th percentile.
-    error : float
-        Relative, in the L2 norm, against float64.
+    us : float
+        Microseconds per layer.
     moved, flops : float
         Bytes that must move, and operations.
-    plan_us, plan_wall_us : float or None
-        The plan on the device, and as the host waits for it.
     copy_tb_s, matmul_tflops : float
         The part's roofs; the second is 0 where it was not measured.
     """
 
     name: str
-    setting: str
     case: dict[str, Any]
     us: float
-    low: float
-    high: float
-    error: float
     moved: float
     flops: float
-    plan_us: float | None
-    plan_wall_us: float | None
     copy_tb_s: float
     matmul_tflops: float
 
@@ -69,10 +59,6 @@ class Line:
     @property
     def tokens(self) -> int:
         return int(self.case["tokens"])
-
-    @property
-    def batch(self) -> int:
-        return int(self.case["batch"])
 
 
 @dataclass(frozen=True)
@@ -113,7 +99,6 @@ class PartFound:
     title: str
     machine: dict[str, Any]
     roofs: dict[str, float]
-    absent: dict[str, str]
     cells: list[Found]
 
 
@@ -131,7 +116,6 @@ def _part(found: dict[str, Any]) -> PartFound:
         found["title"],
         found["machine"],
         found["roofs"],
-        found["absent"],
         [_cell(found, cell) for cell in found["cells"]],
     )
 
@@ -155,16 +139,10 @@ def _cell(part: dict[str, Any], found: dict[str, Any]) -> Found:
 def _line(part: dict[str, Any], entry: dict[str, Any], case: dict[str, Any]) -> Line:
     return Line(
         name=entry["name"],
-        setting=entry["setting"],
         case=case,
         us=entry["us"],
-        low=entry["p10_us"],
-        high=entry["p90_us"],
-        error=entry["error"],
         moved=entry["bytes"],
         flops=entry["flops"],
-        plan_us=entry["plan_us"],
-        plan_wall_us=entry["plan_wall_us"],
         copy_tb_s=part["roofs"]["copy_tb_s"],
         matmul_tflops=part["roofs"].get("matmul_tflops", 0.0),
     )
