@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from specattn.config import SpecConfig
-    from specattn.speculative.step_decoder import CudagraphMode
+    from specattn.speculative.step_setup import CudagraphMode
 
 MODELS, SPECULATION, SAMPLING = "Models", "Speculation", "Sampling"
 RUNNING, OUTPUT = "Running", "Output"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specattn.cli.loading import Models
     from specattn.config import SpecConfig
     from specattn.engine.request import Request, RequestOutput
-    from specattn.speculative.step_decoder import CudagraphMode
+    from specattn.speculative.step_setup import CudagraphMode
 
 # of each prompt: enough to compile every kernel
 _WARM_UP_TOKENS = 16

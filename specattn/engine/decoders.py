@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from specattn.cuda_graph import GraphReport
     from specattn.engine.request import Request
     from specattn.speculative.logits_processor import LogitsProcessor
-    from specattn.speculative.model import ModelSlot, TargetModel
     from specattn.speculative.proposer import Proposer
+    from specattn.speculative.step_setup import StepSetup
 
 log = logging.getLogger(__name__)
 
@@ -29,20 +29,16 @@ class Decoders:
 
     Parameters
     ----------
-    target : ModelSlot
-        The target model.
-    proposer : Proposer
-        What proposes tokens.
+    setup : StepSetup
+        What all have in common; plain decoding of its config may be asked for, too.
     configs : sequence of SpecConfig
-        Those whose decoders are made now; the first one says which plain decoding may be asked for.
+        Those whose decoders are made now.
     buckets : sequence of int
         Batch sizes to capture.
     sampled, processed : bool
         Levels that are captured now; see `specattn.engine.engine.Engine`.
     own : sequence of LogitsProcessor
         Those of the user, which requests may ask for.
-    **options
-        Of every `StepDecoder`.
 
     Attributes
     ----------
@@ -52,40 +48,61 @@ class Decoders:
 
     def __init__(
         self,
-        target: ModelSlot[TargetModel],
-        proposer: Proposer,
+        setup: StepSetup,
         configs: Sequence[SpecConfig],
         buckets: Sequence[int],
         *,
         sampled: bool,
         processed: bool,
         own: Sequence[LogitsProcessor] = (),
-        **options: Any,
     ) -> None:
-        self._target, self._proposer, self._options = target, proposer, options
-        self._plain, self._buckets, self._own = configs[0].plain(), buckets, own
+        self._setup, self._buckets, self._own = setup, buckets, own
         self.processors = self._alloc_processors() if processed else None
-        now = options | {"sampled": sampled, "processors": self.processors, "buckets": buckets}
-        self._made = {config: StepDecoder(target, proposer, config, **now) for config in configs}
+        self._made = {
+            config: self._make(StepDecoder, setup.proposer, config, buckets, sampled=sampled)
+            for config in configs
+        }
         # levels whose captures were tried while requests ran, by config
         self._tried: set[tuple[SpecConfig, Level]] = set()
 
     def of(self, config: SpecConfig) -> StepDecoder:
         """Return the decoder of a config; see `specattn.engine.engine.Engine.decoder`."""
-        if config.num_steps:
-            config = config.reserving(self._proposer.draft_len(config))
         found = self._made.get(config)
+        if found is None and config.num_steps:
+            found = self._made.get(config.reserving(self._setup.proposer.draft_len(config)))
         if found is None:
-            if config != self._plain:
+            if config != self._setup.config.plain():
                 raise ValueError(f"config must be one of the engine's configs, got {config}")
             sampled, processors = any(one.sampled for one in self), self.processors
             # the largest bucket holds whatever batch the others hold
-            now = {"sampled": sampled, "processors": processors, "buckets": [max(self._buckets)]}
-            found = _LateDecoder(self._target, None, config, **self._options | now)
+            buckets = [max(self._buckets)]
+            found = self._make(_LateDecoder, None, config, buckets, sampled=sampled)
             self._made[config] = found
             tried = Level.each(sampled=sampled, processed=processors is not None)
             self._tried.update((config, level) for level in tried)
         return found
+
+    def _make(
+        self,
+        kind: type[StepDecoder],
+        draft: Proposer | None,
+        config: SpecConfig,
+        buckets: Sequence[int],
+        *,
+        sampled: bool,
+    ) -> StepDecoder:
+        setup = self._setup
+        return kind(
+            setup.target,
+            draft,
+            config,
+            setup.table,
+            setup.states,
+            buckets=buckets,
+            sampled=sampled,
+            processors=self.processors,
+            **vars(setup.options),
+        )
 
     def __iter__(self) -> Iterator[StepDecoder]:
         """Iterate over the configs' decoders, then any that `of` has made."""
@@ -111,8 +128,8 @@ class Decoders:
                     self._tried.add((config, level))
 
     def _alloc_processors(self) -> ProcessorStates:
-        req_to_token = self._options["table"].req_to_token
-        vocab = self._target.model.vocab_size
+        req_to_token = self._setup.table.req_to_token
+        vocab = self._setup.target.model.vocab_size
         return ProcessorStates.alloc(
             len(req_to_token),
             vocab,

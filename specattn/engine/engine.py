@@ -40,12 +40,11 @@ from specattn.speculative.prefill import Prefill
 from specattn.speculative.processors import MAX_END_IDS
 from specattn.speculative.proposer import NoProposer, draft_of
 from specattn.speculative.states import RequestStates, StateDims
-from specattn.speculative.step_decoder import plans_on_host
+from specattn.speculative.step_setup import StepOptions, StepSetup, plans_on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from specattn.attention.multi_step import Indices
     from specattn.backends.base import BackendFactory
     from specattn.config import KVScales, SpecConfig
     from specattn.cuda_graph import GraphReport
@@ -57,8 +56,8 @@ if TYPE_CHECKING:
     from specattn.speculative.logits_processor import LogitsProcessor
     from specattn.speculative.model import TargetModel
     from specattn.speculative.proposer import Draft
-    from specattn.speculative.step_decoder import CudagraphMode, StepDecoder
-    from specattn.speculative.validation import Validate
+    from specattn.speculative.step_decoder import StepDecoder
+    from specattn.speculative.step_setup import CudagraphMode
 
     Scales = Sequence[KVScales] | None
     Gain = tuple[RequestOutput, list[int]]
@@ -127,15 +126,9 @@ class Engine:
     processors : sequence of LogitsProcessor
         Logits processors of your own, for requests that name them in ``SamplingParams.processors``;
         in the order in which they change logits, after the built-in ones.
-    indices : {"table", "csr"}
-        What draft steps read; see `MultiStepDraftBackend`.
-    validate : {"off", "debug"}
-        Whether steps also check what tensors hold; see `StepDecoder`.
     deterministic : bool
         Whether attention gives every token the same bits in any batch and mode; see
         `specattn.config.AttnConfig`.
-    tbo : bool
-        Whether the halves of a batch step at the same time; see `StepDecoder`.
     tokenizer : Tokenizer, optional
         The target's, as transformers loads it: prompts may be texts then.
     detokenize : callable, optional
@@ -146,6 +139,8 @@ class Engine:
     kv_scales : tuple, optional
         Of float8 pools: the target's, then the draft's, each one `KVScales` per layer, or None
         for 1.
+    **options
+        Others of `StepOptions`: ``indices``, ``validate``, ``tbo``, ``accept``, ``capturing``.
 
     Raises
     ------
@@ -182,14 +177,12 @@ class Engine:
         sampled: bool = False,
         processed: bool = False,
         processors: Sequence[LogitsProcessor] = (),
-        indices: Indices = "table",
-        validate: Validate = "off",
         deterministic: bool = False,
-        tbo: bool = False,
         tokenizer: Tokenizer | None = None,
         detokenize: Callable[[list[int]], str] | None = None,
         kv_dtype: torch.dtype | None = None,
         kv_scales: tuple[Scales, Scales] = (None, None),
+        **options: Any,
     ) -> None:
         drafts = draft_of(draft)
         config, *configs = (one.reserving(drafts.draft_len(one)) for one in (config, *configs))
@@ -242,33 +235,25 @@ class Engine:
         )
         prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
         self._prompts = PromptRunner(prefill, self.states, self.scheduler)
-        between = self._plans_on_host or validate == "debug"
+        between = self._plans_on_host or options.get("validate") == "debug"
         cudagraph = cudagraph or ("piecewise" if between else "full")
+        steps = StepOptions(record=graphs, cudagraph=cudagraph, recorder=Recorder(), **options)
         self._ranks.agree(
             "the settings of an Engine",
             [
                 *(self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name),
-                *(cudagraph, graphs, sampled, processed, indices),
+                *(cudagraph, graphs, sampled, processed, steps.indices),
                 [one.name for one in processors],
-                *(validate, deterministic, tbo, draft is not None),
+                *(steps.validate, deterministic, steps.tbo, draft is not None),
             ],
         )
         self._decoders = Decoders(
-            self.target,
-            self.proposer,
+            StepSetup(self.target, self.proposer, config, self.table, self.states, steps),
             self.configs.all,
             self.buckets,
             sampled=sampled,
             processed=processed,
             own=processors,
-            table=self.table,
-            states=self.states,
-            record=graphs,
-            indices=indices,
-            recorder=Recorder(),
-            validate=validate,
-            tbo=tbo,
-            cudagraph=cudagraph,
         )
         self._counters = EngineCounters(self.configs.all)
         # launched and not handed out: the groups of one step

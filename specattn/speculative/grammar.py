@@ -59,12 +59,13 @@ def fill_bitmasks(step: Step, rows: Sequence[int], grammars: Sequence[Grammar | 
     ValueError
         If the step has no bitmask.
     """
-    if step.bitmask is None:
+    bitmask = step.processing.bitmask
+    if bitmask is None:
         raise ValueError("grammars need a step of a decoder with processors, got one without")
     asked = [(at, grammar) for at, grammar in enumerate(grammars) if grammar is not None]
     if not asked:
         return
-    tree, where = step.tree, torch.tensor(rows, device=step.bitmask.device)
+    tree, where = step.tree, torch.tensor(rows, device=bitmask.device)
     if step.config.num_steps:
         links = tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling
         nodes, children, siblings = (one[: len(rows)].tolist() for one in links)
@@ -75,7 +76,7 @@ def fill_bitmasks(step: Step, rows: Sequence[int], grammars: Sequence[Grammar | 
     for at, grammar in asked:
         parents = _parents(children[at], siblings[at])
         mask = bitmask_of(grammar, nodes[at], parents, vocab, pin=where.is_cuda)
-        step.bitmask[at].copy_(mask, non_blocking=True)
+        bitmask[at].copy_(mask, non_blocking=True)
 
 
 def bitmask_of(

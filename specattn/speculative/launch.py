@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,102 +21,82 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.attention.multi_step import Indices
     from specattn.buffers import BufferSet, Fingerprint
-    from specattn.cache.slot_table import RequestTable
-    from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers
     from specattn.speculative.host_proposer import HostTree
-    from specattn.speculative.logprobs import LogprobBuffers
-    from specattn.speculative.model import TargetModel
-    from specattn.speculative.processors import ProcessorStates
-    from specattn.speculative.proposer import Proposer
-    from specattn.speculative.states import RequestStates
-    from specattn.speculative.step import Acceptor
+    from specattn.speculative.processing import Processing
+    from specattn.speculative.step_setup import StepSetup
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of steps, which launches of all batch sizes share.
+
+    Parameters
+    ----------
+    host : HostBuffers
+        Where steps find their rows, and write what the host is told.
+    packed : Tensor
+        ``[B, N + 2]`` int64, what steps of B requests gained.
+    parts : tuple of (StepSetup, dict)
+        Setup and arena of a `Step`: one; or, for two-batch overlap, one per half that has requests.
+        Halves share what both only read, and tables of which they write different rows: models,
+        pools, ``req_to_token`` and the states.
+    """
+
+    host: HostBuffers
+    packed: Tensor
+    parts: tuple[tuple[StepSetup, dict[str, Any]], ...]
+
+    @classmethod
+    def alloc(
+        cls, setup: StepSetup, host: HostBuffers, batch: int, *, tbo: bool = False
+    ) -> StepMemory:
+        """Allocate the memory of launches of up to ``batch`` requests."""
+        width = setup.config.num_steps + 2
+        packed = torch.zeros(batch, width, dtype=torch.int64, device=setup.device)
+        setups = [setup]
+        if tbo and batch > 1:
+            setups.append(setup.with_slots(ModelSlot.with_own_workspace))
+        return cls(host, packed, tuple((one, {}) for one in setups))
+
+    def launch(self, batch: int) -> StepLaunch:
+        """Return the launch of so many requests; the most come first."""
+        split = [slice(0, batch)]
+        if len(self.parts) > 1:
+            split = [half for half in halves(batch) if half.stop > half.start]
+        steps = tuple(
+            Step(setup, self.host.of(rows.start, rows.stop), self.packed[rows], arena)
+            # a batch of one request is a second half
+            for (setup, arena), rows in zip(self.parts[-len(split) :], split, strict=True)
+        )
+        host, packed = self.host.of(0, batch), self.packed[:batch]
+        return StepLaunch(StepPart(), steps, tuple(split), host, packed)
 
 
 @dataclass(frozen=True)
 class StepLaunch:
     """A part of a step, for a batch or its two halves.
 
-    ``steps`` is one; or, for two-batch overlap (``tbo``), one per half that has requests (see
-    `halves`), which write views of ``packed``, ``[B, N + 2]`` int64: what the host is told.
+    ``steps`` is one; or, for two-batch overlap, one per half that has requests (see `halves`).
+    Each has the requests of ``split``, and writes its rows of ``packed``, ``[B, N + 2]`` int64:
+    what the host is told.
     """
 
     part: StepPart
     steps: tuple[Step, ...]
+    split: tuple[slice, ...]
     host: HostBuffers
     packed: Tensor
-    tbo: bool = False
 
-    @classmethod
-    def alloc(
-        cls,
-        target: ModelSlot[TargetModel],
-        proposer: Proposer,
-        config: SpecConfig,
-        table: RequestTable,
-        states: RequestStates,
-        host: HostBuffers,
-        batch: int,
-        *,
-        indices: Indices,
-        acceptor: Acceptor,
-        tbo: bool = False,
-    ) -> StepLaunch:
-        """Allocate the buffers of a whole step for ``batch`` requests.
+    def with_processing(self, processing: Processing) -> StepLaunch:
+        """Return the launch for requests with processors, over the same buffers."""
+        steps = (step.with_processing(processing.of(rows)) for step, rows in self.by_step())
+        return replace(self, steps=tuple(steps))
 
-        The halves of two-batch overlap share what both only read, and tables of which they write
-        different rows: models, pools, ``req_to_token`` and the states.
-        """
-        device = table.req_to_token.device
-        packed = torch.zeros(batch, config.num_steps + 2, dtype=torch.int64, device=device)
-        steps: list[Step] = []
-        for rows in _split(batch, tbo):
-            if steps:
-                target = target.with_own_workspace()
-                proposer = proposer.with_slots(ModelSlot.with_own_workspace)
-            own = host.of(rows.start, rows.stop), packed[rows]
-            steps.append(
-                Step.alloc(
-                    target,
-                    proposer,
-                    config,
-                    table,
-                    states,
-                    *own,
-                    indices=indices,
-                    acceptor=acceptor,
-                )
-            )
-        return cls(StepPart(), tuple(steps), host.of(0, batch), packed, tbo)
-
-    def first(self, batch: int) -> StepLaunch:
-        """Return the launch of fewer requests, over the same buffers."""
-        host, packed = self.host.of(0, batch), self.packed[:batch]
-        split = _split(batch, self.tbo)
-        steps = tuple(
-            step.first(rows.stop - rows.start, host.of(rows.start, rows.stop), packed[rows])
-            # a batch of one request is a second half
-            for step, rows in zip(self.steps[-len(split) :], split, strict=True)
-        )
-        return StepLaunch(self.part, steps, host, packed, self.tbo)
-
-    def processing(
-        self, processors: ProcessorStates, bitmask: Tensor | None, logprobs: LogprobBuffers
-    ) -> StepLaunch:
-        """Return the launch for requests with processors, over the same buffers.
-
-        ``bitmask`` and ``logprobs`` have at least a row per request.
-        """
-        split = _split(len(self.packed), self.tbo)
-        steps = tuple(
-            step.processing(
-                processors, None if bitmask is None else bitmask[rows], logprobs.of(rows)
-            )
-            for step, rows in zip(self.steps, split, strict=True)
-        )
-        return replace(self, steps=steps)
+    def by_step(self) -> Iterator[tuple[Step, slice]]:
+        """Iterate over the steps, each with its requests."""
+        return zip(self.steps, self.split, strict=True)
 
     @property
     def graphs(self) -> bool:
@@ -130,20 +110,14 @@ class StepLaunch:
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Plan the part's attention on the host, half by half."""
-        begin = 0
-        for step in self.steps:
-            end = begin + len(step.packed)
-            step.schedule(self.part.mode, None if seq_lens_cpu is None else seq_lens_cpu[begin:end])
-            begin = end
+        for step, rows in self.by_step():
+            step.schedule(self.part.mode, None if seq_lens_cpu is None else seq_lens_cpu[rows])
 
     def write_trees(self, trees: Sequence[HostTree]) -> None:
         """Bring trees of the host to the device, half by half."""
-        begin = 0
-        for step in self.steps:
-            end = begin + len(step.packed)
+        for step, rows in self.by_step():
             assert isinstance(step.bound, BoundHostTrees)
-            step.bound.write(trees[begin:end])
-            begin = end
+            step.bound.write(trees[rows])
 
     def run(self) -> None:
         """Run the part; a recording has halves side by side."""
@@ -163,9 +137,9 @@ class StepLaunch:
     def holders(self) -> tuple[Iterable[Tensor], ...]:
         """Return what holds the tensors of states, table and pools."""
         step = self.steps[0]
-        pools = [slot.pool for slot in (step.target, step.proposer.slot) if slot is not None]
+        pools = [slot.pool for slot in step.setup.slots]
         return (
-            *(_Live(states) for states in self._states()),
+            *map(_Tensors, self._states()),
             (step.table.req_to_token, step.table.reserved),
             *(_tensors(cache) for pool in pools for cache in (pool.k, pool.v)),
         )
@@ -173,7 +147,7 @@ class StepLaunch:
     def _states(self) -> tuple[BufferSet, ...]:
         """Return what steps leave for each other."""
         step = self.steps[0]
-        return (step.states, *((step.processors,) if step.processors is not None else ()))
+        return (step.states, *step.processing.states)
 
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers, tables, states, pools and configs of the step."""
@@ -187,18 +161,14 @@ class StepLaunch:
                 states=step.states,
                 buffers=step.buffers,
             )
-            if step.processors is not None:
-                found += fingerprint(processors=step.processors, bitmask=step.bitmask)
-            if step.logprobs is not None:
-                found += fingerprint(values=step.logprobs.values, ids=step.logprobs.ids)
-            found += step.bound.fingerprint()
+            found += step.processing.fingerprint() + step.bound.fingerprint()
             for attention in step.attention(None):
                 found += attention.fingerprint()
         return found
 
 
 @dataclass(frozen=True)
-class _Live:
+class _Tensors:
     """The tensors of a set, whichever it holds when it is asked."""
 
     states: BufferSet
@@ -227,9 +197,3 @@ def _all_or_none(states: Sequence[BufferSet]) -> Iterator[None]:
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(old)
         raise
-
-
-def _split(batch: int, tbo: bool) -> list[slice]:
-    """Return the requests of each step: all, or each half's."""
-    parts = halves(batch) if tbo else (slice(0, batch),)
-    return [part for part in parts if part.stop > part.start]

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from specattn.backends.base import by_lengths_alone, fill_all
 from specattn.batch import AcceptResult, DraftTree, ForwardMode, Linked, Marginals
-from specattn.kernels.sampling import target_probs
 from specattn.kernels.step import StepStart, begin_step, end_step, gather_path
 from specattn.kernels.tree import best_first_tree, build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import beams_of
 from specattn.speculative.level import Level
+from specattn.speculative.processing import Processing
 from specattn.speculative.proposer import StepViews
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepBuffers, StepDims
 from specattn.speculative.validation import check_features, check_logits
-from specattn.speculative.verify import accept, over_target_vocabulary
+from specattn.speculative.verify import over_target_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,31 +34,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.attention.layers import BoundLayers
-    from specattn.attention.multi_step import Indices
     from specattn.backends.base import Fillable
-    from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers
-    from specattn.speculative.logprobs import LogprobBuffers
-    from specattn.speculative.model import ModelSlot, TargetModel
-    from specattn.speculative.processors import ProcessorStates
-    from specattn.speculative.proposer import Proposal, Proposer
-    from specattn.speculative.states import RequestStates
-
-
-class Acceptor(Protocol):
-    """What decides how much of a tree is kept: `specattn.speculative.verify.accept`."""
-
-    def __call__(
-        self,
-        tree: DraftTree,
-        logits: Tensor,
-        seq_lens: Tensor,
-        config: SpecConfig,
-        sampling: SamplingBatch,
-        out: AcceptResult,
-    ) -> AcceptResult:
-        """Write ``out``; no sync, capturable."""
+    from specattn.speculative.proposer import Proposal
+    from specattn.speculative.step_setup import StepSetup
 
 
 class StepPart(NamedTuple):
@@ -115,20 +95,16 @@ class Step:
 
     Parameters
     ----------
-    target : ModelSlot
-        The target model.
-    proposer : Proposer
-        What proposes tokens.
+    setup : StepSetup
+        Its models, config, table, states and options.
     host : HostBuffers
         Where the step finds its rows.
     packed : Tensor
         ``[B, N + 2]`` int64, what `advance` writes: the number of tokens gained, then those tokens
         and zeros. A row that did not take part (padding, or a request without slots for a step)
         gains 0.
-    views : StepViews
-        Its config, table, states and buffers, as the proposer finds them.
-    acceptor : Acceptor
-        What decides how much of a tree is kept.
+    arena : dict of str to object
+        The memory of steps of all batch sizes: the first, which is the largest, allocates it.
 
     Attributes
     ----------
@@ -136,68 +112,33 @@ class Step:
         The proposer for B requests.
     tree : DraftTree
         The nodes that the target verifies, over the buffers.
-    processors : ProcessorStates or None
-        What requests ask of their logits; None where nobody asks for anything.
-    bitmask : Tensor or None
-        ``[B, n, ceil(V / 32)]`` int32: which tokens may follow each node of requests with a
-        grammar; None without ``processors``, and where the host cannot write it.
-    logprobs : LogprobBuffers or None
-        Where log-probabilities go; None without ``processors``.
+    processing : Processing
+        What is done for requests with logits processors.
     """
 
+    processing: Processing = Processing()
+
     def __init__(
-        self,
-        target: ModelSlot[TargetModel],
-        proposer: Proposer,
-        host: HostBuffers,
-        packed: Tensor,
-        views: StepViews,
-        acceptor: Acceptor,
+        self, setup: StepSetup, host: HostBuffers, packed: Tensor, arena: dict[str, Any]
     ) -> None:
-        self.target, self.proposer, self.views = target, proposer, views
-        self.bound = proposer.bind(views)
-        self.config, self.table, self.states = views.config, views.table, views.states
-        self.buffers, self.host, self.packed = views.buffers, host, packed
-        self.acceptor = acceptor
-        self.processors: ProcessorStates | None = None
-        self.bitmask: Tensor | None = None
-        self.logprobs: LogprobBuffers | None = None
+        self.setup, self.host, self.packed, self.arena = setup, host, packed, arena
+        self.target, self.proposer, self.config = setup.target, setup.proposer, setup.config
+        self.table, self.states = setup.table, setup.states
+        if "buffers" not in arena:
+            dims = StepDims.of(self.config, self.proposer, self.states)
+            arena["buffers"] = StepBuffers.alloc(len(packed), dims, setup.device)
+        self.buffers: StepBuffers = arena["buffers"].bind(len(packed))
+        views = self.config, self.table, self.states, self.buffers, setup.options.indices, arena
+        self.bound = self.proposer.bind(StepViews(*views))
         self.tree = self._tree()
         mode = ForwardMode.TARGET_VERIFY if self.config.num_steps else ForwardMode.DECODE
         self.verify_plan = self._plan(mode, self.tree.positions, self.tree.words)
-        self.verify_attention = target.backend.bind(self.verify_plan)
+        self.verify_attention = self.target.backend.bind(self.verify_plan)
 
-    @classmethod
-    def alloc(
-        cls,
-        target: ModelSlot[TargetModel],
-        proposer: Proposer,
-        config: SpecConfig,
-        table: RequestTable,
-        states: RequestStates,
-        host: HostBuffers,
-        packed: Tensor,
-        *,
-        indices: Indices = "table",
-        acceptor: Acceptor = accept,
-    ) -> Step:
-        """Allocate buffers for the requests of ``packed``; bind the phases to them."""
-        dims, device = StepDims.of(config, proposer, states), table.req_to_token.device
-        buffers = StepBuffers.alloc(len(packed), dims, device)
-        views = StepViews(config, table, states, buffers, indices)
-        return cls(target, proposer, host, packed, views, acceptor)
-
-    def first(self, batch: int, host: HostBuffers, packed: Tensor) -> Step:
-        """Return the step for fewer requests, over the same buffers."""
-        views = replace(self.views, buffers=self.buffers.bind(batch))
-        return Step(self.target, self.proposer, host, packed, views, self.acceptor)
-
-    def processing(
-        self, processors: ProcessorStates, bitmask: Tensor | None, logprobs: LogprobBuffers
-    ) -> Step:
+    def with_processing(self, processing: Processing) -> Step:
         """Return the step over the same buffers, for requests with processors."""
         step = copy(self)
-        step.processors, step.bitmask, step.logprobs = processors, bitmask, logprobs
+        step.processing = processing
         return step
 
     def _tree(self) -> DraftTree:
@@ -326,9 +267,7 @@ class Step:
             ``[B, n, V]``: in float32 and of its own where requests may have processors
             (`process_logits`), else ``logits``.
         """
-        if self.processors is None:
-            return logits
-        return self.processors.process(tree, logits, self.buffers.req_pool_indices, self.bitmask)
+        return self.processing.process(tree, logits, self.buffers.req_pool_indices)
 
     def accept(self, tree: DraftTree, logits: Tensor, *, sampled: bool = False) -> AcceptResult:
         """Decide how much of the tree is kept.
@@ -354,17 +293,16 @@ class Step:
             )
             tree = replace(tree, draft_probs=probs)
         buffers, sampling = self.buffers, self._sampling(sampled=sampled)
-        result = self.acceptor(
+        result = self.setup.options.accept(
             tree, logits, buffers.seq_lens, self.config, sampling, buffers.accepted
         )
         # a graph's memory would hold them until the step ends
-        return result if self.logprobs is not None else replace(result, probs=None)
+        return result if self.processing.keeps_probs else replace(result, probs=None)
 
     def _sampling(self, *, sampled: bool) -> SamplingBatch:
         """Return how the requests draw; greedily, unless ``sampled``."""
-        buffers, min_p = self.buffers, None
-        if self.processors is not None:
-            min_p = self.processors.min_p[buffers.req_pool_indices]
+        buffers = self.buffers
+        min_p = self.processing.min_p(buffers.req_pool_indices)
         return SamplingBatch(
             not sampled, buffers.temperature, buffers.top_k, buffers.top_p, buffers.seeds, min_p
         )
@@ -379,16 +317,14 @@ class Step:
         logits, processed : Tensor
             ``[B, n, V]``, from `verify` and `process`.
         """
-        if self.processors is None or self.logprobs is None:
-            return
-        if accepted.probs is None:
-            sampling = self._sampling(sampled=True)
-            laws = sampling.temperature, sampling.top_k, sampling.top_p
-            rows, nodes = processed.flatten(0, 1), processed.shape[1]
-            probs = target_probs(rows, *laws, nodes, sampling.min_p)
-            accepted = replace(accepted, probs=probs.view(processed.shape))
-        rows, turn = self.buffers.req_pool_indices, self.host.turn
-        self.logprobs.write(accepted, logits, processed, rows, turn, self.processors)
+        self.processing.score(
+            accepted,
+            logits,
+            processed,
+            sampling=self._sampling(sampled=True),
+            rows=self.buffers.req_pool_indices,
+            turn=self.host.turn,
+        )
 
     def commit(self, accepted: AcceptResult, features: Tensor) -> None:
         """Move the kept path's KV and features to the front.
@@ -461,9 +397,7 @@ class Step:
             copies=[(new, states.drafting[name]) for name, new in state.items()],
             packed_out=self.packed,
         )
-        if self.processors is not None:
-            rows = buffers.req_pool_indices
-            self.processors.note(rows, accepted.accept_tokens, accepted.accept_lens)
+        self.processing.note(buffers.req_pool_indices, accepted)
 
     def pad(self) -> None:
         """Turn all requests into padding, whichever part runs.

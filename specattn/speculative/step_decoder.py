@@ -7,48 +7,45 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specattn.batch import DraftTree, ForwardMode
 from specattn.buffers import ReadOnly
 from specattn.cache.slot_table import SlotTable
-from specattn.checks import one_of
 from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureMismatch
 from specattn.kernels.processors import bitmask_words
 from specattn.speculative.grammar import fill_bitmasks
 from specattn.speculative.host_buffers import HostBuffers, InFlight, PendingStep
 from specattn.speculative.host_proposer import HostProposer, checked_trees
-from specattn.speculative.launch import StepLaunch
+from specattn.speculative.launch import StepLaunch, StepMemory
 from specattn.speculative.level import Level
 from specattn.speculative.logprobs import LogprobBuffers
+from specattn.speculative.processing import LogitsProcessing
 from specattn.speculative.proposer import as_proposer
 from specattn.speculative.step import StepPart
+from specattn.speculative.step_setup import CudagraphMode, StepOptions, StepSetup
 from specattn.speculative.validation import (
     check_draft_tokens,
     check_lens,
     check_processors,
     check_rows,
-    check_tables,
+    check_setup,
     check_tree,
     feature_width,
     taking_part,
 )
-from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
-    from specattn.attention.multi_step import Indices
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
     from specattn.cuda_graph import GraphReport
-    from specattn.cuda_graph.recorder import Recorder
     from specattn.cuda_graph.runner import Captured
     from specattn.speculative.grammar import Grammar
     from specattn.speculative.host_proposer import HostTree
@@ -56,15 +53,13 @@ if TYPE_CHECKING:
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
     from specattn.speculative.states import RequestStates
-    from specattn.speculative.step import Acceptor, Step
-    from specattn.speculative.validation import TakingPart, Validate
+    from specattn.speculative.step import Step
+    from specattn.speculative.validation import TakingPart
 
 __all__ = ["CudagraphMode", "PendingStep", "StepDecoder"]
 
 log = logging.getLogger(__name__)
 
-#: How a step is recorded: as one graph, or as three that a host may work between.
-CudagraphMode = Literal["full", "piecewise"]
 # steps whose tokens may be on their way to the host
 _IN_FLIGHT = 2
 
@@ -95,42 +90,21 @@ class StepDecoder(ReadOnly):
         Width of the target features the draft reads; its ``feature_size``, and nothing else.
     buckets : sequence of int
         Batch sizes to capture.
-    record : bool
-        Whether to record CUDA graphs.
-    cudagraph : {"full", "piecewise"}
-        One graph per step; or one for the drafts, one for the target and what is kept, and one
-        for the draft extend, with the host free to plan (`BoundAttention.schedule`) in between.
     sampled : bool
         Whether to capture steps for requests that draw, too.
     processors : ProcessorStates, optional
         What requests ask of their logits, if steps for such requests are to be captured, too;
         decoders of several configs may share them.
-    indices : {"table", "csr"}
-        What the draft steps read; see `MultiStepDraftBackend`.
-    recorder : Recorder, optional
-        Whose memory pool graphs use: decoders that never run at the same time share one.
-    accept : Acceptor
-        What decides how much of a tree is kept.
-    validate : {"off", "debug"}
-        ``"debug"`` also checks what tensors hold (slots, rows, lengths, the tree) before the
-        target runs, which waits for the device; needs ``cudagraph="piecewise"``. See
-        docs/validation.md.
-    tbo : bool
-        Two-batch overlap: whether both halves of a bucket run at the same time, on a stream each
-        of one graph (`StepLaunch`); what requests gain is the same.
-    capturing : callable
-        Gives a context manager, which surrounds the capture of every bucket, late ones included:
-        there an engine registers what its collectives use, or sets what its forwards read. It is
-        left when the capture fails, too; where nothing is recorded, it surrounds what runs instead.
-        It may make another stream the current one.
+    **options
+        Those of `StepOptions`: ``cudagraph``, ``tbo``, ``accept``, ``capturing`` and others.
 
     Raises
     ------
     ValueError
-        If drafting lacks a draft model, ``cudagraph`` or ``validate`` is another word, one graph
-        meets a backend that plans on the host, or ``validate="debug"`` one graph or ``tbo``; if
-        table, states and pools are not of one size and the config's; if the target does not give
-        the features that the draft reads, or the draft proposes tokens that the target has not.
+        If drafting lacks a draft model, an option is none of `StepOptions`, or one graph meets a
+        backend that plans on the host; if table, states and pools are not of one size and the
+        config's; if the target does not give the features that the draft reads, or the draft
+        proposes tokens that the target has not.
     ModelError
         If a model computes contexts as long as the table's in another way than shorter ones.
     CaptureError
@@ -157,65 +131,37 @@ class StepDecoder(ReadOnly):
         *,
         features: int | None = None,
         buckets: Sequence[int] = (1,),
-        record: bool = True,
-        cudagraph: CudagraphMode = "full",
         sampled: bool = False,
         processors: ProcessorStates | None = None,
-        indices: Indices = "table",
-        recorder: Recorder | None = None,
-        accept: Acceptor = accept,
-        validate: Validate = "off",
-        tbo: bool = False,
-        capturing: Callable[[], AbstractContextManager[object]] = nullcontext,
+        **options: Any,
     ) -> None:
         if config.num_steps and draft is None:
             raise ValueError(f"num_steps {config.num_steps} needs a draft model")
-        one_of("cudagraph", cudagraph, "full", "piecewise")
-        one_of("indices", indices, "table", "csr")
-        one_of("validate", validate, "off", "debug")
-        if validate == "debug" and cudagraph == "full":
-            raise ValueError(
-                "validate='debug' looks between graphs, so it needs cudagraph='piecewise'"
-            )
         proposer = as_proposer(draft)
-        slot = proposer.slot
-        if cudagraph == "full" and plans_on_host(target, slot):
-            raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
-        if validate == "debug" and tbo:
-            raise ValueError("validate='debug' looks at a whole batch's tree, which tbo splits")
-        if slot is not None:
-            slot.backend.check_indices(indices)
-        pools = [one.pool for one in (target, slot) if one is not None]
-        if (most := proposer.draft_len(config)) > config.reserve_len:
-            raise ValueError(
-                f"reserve_len must be at least {most}, what the draft writes past a context, got "
-                f"{config.reserve_len}: use config.reserving({most})"
-            )
-        check_tables(config, table, states, pools, proposer)
-        proposer.check(config)
-        target = target.for_context(table.max_context_len)
-        proposer = proposer.with_slots(lambda one: one.for_context(table.max_context_len))
-        check_draft_tokens(proposer, target.model.vocab_size, table.req_to_token.device)
-        self.target, self.proposer, self.config = target, proposer, config
-        self.draft = proposer.slot
-        self.table, self.states, self.cudagraph = table, states, cudagraph
-        self.features = feature_width(proposer, features)
-        self.indices, self.accept = indices, accept
-        self.validate, self.tbo = validate, tbo
-        device = table.req_to_token.device
-        self._plans = plans_on_host(target, slot)
-        piecewise = cudagraph == "piecewise"
+        setup = StepSetup(target, proposer, config, table, states, StepOptions(**options))
+        check_setup(setup)
+        feature_width(proposer, features)
+        setup = setup.with_slots(lambda slot: slot.for_context(table.max_context_len))
+        self.setup, self.options, device = setup, setup.options, setup.device
+        self.target, self.proposer, self.draft = setup.target, setup.proposer, setup.proposer.slot
+        self.config, self.table, self.states = config, table, states
+        self.cudagraph = self.options.cudagraph
+        check_draft_tokens(self.proposer, self.target.model.vocab_size, device)
+        self._plans = setup.plans_on_host
+        piecewise = self.cudagraph == "piecewise"
         self._parts = [StepPart.of(config, level, piecewise=piecewise) for level in Level]
         self._levels = {Level.GREEDY}
         self.runner = GraphRunner(
             self._launch_of,
             buckets,
             device,
-            record=record,
-            recorder=recorder,
+            record=self.options.record,
+            recorder=self.options.recorder,
             before=self._before_capture,
-            capturing=capturing,
+            capturing=self.options.capturing,
         )
+        # of the buckets
+        self._memory: StepMemory | None = None
         self._launches: dict[int, StepLaunch] = {}
         self._tensors = table.req_to_token, table.reserved
         largest = max(table.req_to_token.shape[0], *buckets)
@@ -420,8 +366,8 @@ class StepDecoder(ReadOnly):
         parts = self._parts[level]
         ready = self.runner.ready(parts, len(rows))
         found = None
-        if self.validate == "debug":
-            found = self._look(ready, rows, seq_lens_cpu, level > Level.GREEDY)
+        if self.options.validate == "debug":
+            found = self._check_contents(ready, rows, seq_lens_cpu, level > Level.GREEDY)
         steps.moved()
         for part, captured in zip(parts, ready, strict=True):
             if part is parts[0]:
@@ -430,9 +376,9 @@ class StepDecoder(ReadOnly):
                     assert isinstance(captured.program, StepLaunch)
                     captured.program.write_trees(trees)
             elif between is not None:
-                self._leave(rows, partial(between, part))
+                self._let_work(rows, partial(between, part))
             if grammars and part.has(ForwardMode.TARGET_VERIFY):
-                self._leave(rows, partial(self._constrain, captured, rows, grammars))
+                self._let_work(rows, partial(self._constrain, captured, rows, grammars))
             if self._plans:
                 captured.schedule(seq_lens_cpu)
             self.runner.replay(part, captured)
@@ -453,7 +399,7 @@ class StepDecoder(ReadOnly):
         be looked at, or replaced: what it returns is what the next one takes. Run them under
         ``torch.no_grad()``, and let no other step of these rows be in flight. The last phase,
         `Step.advance`, writes the tokens to `Step.packed`. If the decoder has ``processors``, the
-        step processes logits, and `Step.logprobs` gets log-probabilities.
+        step processes logits, and ``Step.processing.logprobs`` gets log-probabilities.
 
         Parameters
         ----------
@@ -478,12 +424,12 @@ class StepDecoder(ReadOnly):
         check_rows(rows, self._known, self._in_flight.host.rows.shape[1])
         host = HostBuffers.alloc(1, len(rows), self._width, self._in_flight.host.turn.device)
         host.rows[0] = torch.tensor(rows)
-        launch = self._alloc(len(rows), host)
+        launch = StepMemory.alloc(self.setup, host, len(rows)).launch(len(rows))
         if self._processors is not None:
             device = host.turn.device
             logprobs = LogprobBuffers.alloc(1, len(rows), self.config.num_steps + 1, device)
-            bitmask = self._bitmask_of(len(rows), own=True)
-            launch = launch.processing(self._processors, bitmask, logprobs)
+            processing = LogitsProcessing(self._processors, logprobs, self._new_bitmask(len(rows)))
+            launch = launch.with_processing(processing)
         if trees is not None:
             launch.write_trees(trees)
         (step,) = launch.steps
@@ -499,7 +445,7 @@ class StepDecoder(ReadOnly):
         """Numbers that the host gets per request: a count, then tokens."""
         return self.config.num_steps + 2
 
-    def _look(
+    def _check_contents(
         self,
         ready: Sequence[Captured],
         rows: tuple[int, ...],
@@ -544,13 +490,10 @@ class StepDecoder(ReadOnly):
     ) -> None:
         """Fill the bitmasks of requests with a grammar; waits for the trees."""
         assert isinstance(captured.program, StepLaunch)
-        begin = 0
-        for step in captured.program.steps:
-            end = begin + len(step.packed)
-            fill_bitmasks(step, rows[begin:end], grammars[begin:end])
-            begin = end
+        for step, which in captured.program.by_step():
+            fill_bitmasks(step, rows[which], grammars[which])
 
-    def _leave(self, rows: tuple[int, ...], work: Callable[[], object]) -> None:
+    def _let_work(self, rows: tuple[int, ...], work: Callable[[], object]) -> None:
         """Let others work between two parts; the rows stay the step's."""
         table, self._launching = self.table, True
         try:
@@ -591,51 +534,36 @@ class StepDecoder(ReadOnly):
     def _launch_of(self, part: StepPart, batch: int) -> StepLaunch:
         """Return what runs a part for a batch size, over shared buffers."""
         if batch not in self._launches:
-            buckets = self.runner.buckets
-            largest = self._launches.get(buckets[-1])
-            fits = largest is not None and batch <= buckets[-1]
-            launch = largest.first(batch) if largest is not None and fits else self._alloc(batch)
+            buckets, tbo = self.runner.buckets, self.options.tbo
+            memory = self._memory if batch <= buckets[-1] else None
+            if memory is None:
+                memory = StepMemory.alloc(self.setup, self._in_flight.host, batch, tbo=tbo)
             # of batches beyond the buckets, which have buffers of their own, the last one's stay
             kept = {size: one for size, one in self._launches.items() if size in buckets}
-            self._launches = kept | {batch: launch}
+            self._launches = kept | {batch: memory.launch(batch)}
+            if batch == buckets[-1]:
+                self._memory = memory
         launch = replace(self._launches[batch], part=part)
         if part.level is Level.PROCESSED and self._processors is not None:
             assert self._in_flight.logprobs is not None
             # the host cannot write between the phases of one graph, but of plain decoding before
             pieces = part.mode is not None or not self.config.num_steps
             bitmask = self._bitmask_of(batch) if pieces else None
-            launch = launch.processing(self._processors, bitmask, self._in_flight.logprobs)
+            processing = LogitsProcessing(self._processors, self._in_flight.logprobs, bitmask)
+            launch = launch.with_processing(processing)
         return launch
 
-    def _bitmask_of(self, batch: int, *, own: bool = False) -> Tensor:
-        """Return a bitmask of its own, or of what buckets share."""
+    def _bitmask_of(self, batch: int) -> Tensor:
+        """Return what buckets share; larger batches have a bitmask each."""
         most = self.runner.buckets[-1]
-        if self._bitmask is not None and batch <= most and not own:
-            return self._bitmask[:batch]
-        size = batch if own else max(batch, most)
-        vocab = self.target.model.vocab_size
-        shape = size, self.config.num_draft_tokens, bitmask_words(vocab)
-        device = self.table.req_to_token.device
-        bitmask = torch.full(shape, -1, dtype=torch.int32, device=device)
-        if size == most and not own:
-            self._bitmask = bitmask
-        return bitmask[:batch]
+        if batch > most:
+            return self._new_bitmask(batch)
+        if self._bitmask is None:
+            self._bitmask = self._new_bitmask(most)
+        return self._bitmask[:batch]
 
-    def _alloc(self, batch: int, host: HostBuffers | None = None) -> StepLaunch:
-        return StepLaunch.alloc(
-            self.target,
-            self.proposer,
-            self.config,
-            self.table,
-            self.states,
-            host or self._in_flight.host,
-            batch,
-            indices=self.indices,
-            acceptor=self.accept,
-            tbo=self.tbo and host is None,
-        )
-
-
-def plans_on_host(*slots: ModelSlot[Any] | None) -> bool:
-    """Return whether the backend of any model plans on the host."""
-    return any(slot.backend.host_plan for slot in slots if slot is not None)
+    def _new_bitmask(self, batch: int) -> Tensor:
+        """Return a bitmask by which every token may follow."""
+        words = bitmask_words(self.target.model.vocab_size)
+        shape = batch, self.config.num_draft_tokens, words
+        return torch.full(shape, -1, dtype=torch.int32, device=self.setup.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from specattn.speculative.proposer import Proposer
     from specattn.speculative.sampling import SamplingBatch
     from specattn.speculative.states import RequestStates, StateField
-
-Validate = Literal["off", "debug"]
+    from specattn.speculative.step_setup import StepSetup
 
 
 def check_prompts(prompts: Sequence[Prompt], sampling: SamplingBatch, table: Tensor) -> None:
@@ -79,6 +78,24 @@ def check_lens(seq_lens_cpu: Tensor | None, count: int) -> None:
     """Refuse lengths that are not ``[count]`` int32 on the host."""
     if seq_lens_cpu is not None:
         expect("seq_lens_cpu", seq_lens_cpu, (count,), torch.int32, torch.device("cpu"))
+
+
+def check_setup(setup: StepSetup) -> None:
+    """Refuse what steps cannot run with: backends, sizes, trees."""
+    options, config, proposer = setup.options, setup.config, setup.proposer
+    if options.cudagraph == "full" and setup.plans_on_host:
+        raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
+    target, *drafts = setup.slots
+    for slot in drafts:
+        slot.backend.check_indices(options.indices)
+    if (most := proposer.draft_len(config)) > config.reserve_len:
+        raise ValueError(
+            f"reserve_len must be at least {most}, what the draft writes past a context, got "
+            f"{config.reserve_len}: use config.reserving({most})"
+        )
+    pools = [slot.pool for slot in (target, *drafts)]
+    check_tables(config, setup.table, setup.states, pools, proposer)
+    proposer.check(config)
 
 
 def check_tables(

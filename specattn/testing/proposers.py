@@ -12,6 +12,7 @@ from torch import Tensor
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.speculative.host_proposer import HostProposer
+from specattn.speculative.step import Step
 from specattn.testing.host_trees import DRAFTS, TREES, same_trees, whole_trees
 from specattn.testing.kit import Check
 from specattn.testing.no_reads import NoReads
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from specattn.speculative.model import TargetModel
-    from specattn.speculative.step import Step
 
 #: The chain and the tree that proposers are checked with, unless others are asked for.
 CONFIGS = (SpecConfig(3, 1, 4, 128, 3), SpecConfig(3, 2, 7, 128, 3, page_size=4))
@@ -121,7 +121,7 @@ def _steps(world: World) -> None:
     for row, text in zip(rows, texts, strict=True):
         text += world.prompts([row], [text])
     step = world.bound(rows, [len(text) - 1 for text in texts])
-    first = step.first(1, step.host.of(0, 1), step.packed[:1])
+    first = Step(step.setup, step.host.of(0, 1), step.packed[:1], step.arena)
     for who in _COMPANY:
         some = [rows[at] for at in who], [len(texts[at]) - 1 for at in who]
         alone = [world.drafted(*one) for one in zip(*some, strict=True)]

@@ -225,7 +225,7 @@ def test_phases_of_ones_own_leave_them_in_the_step(monkeypatch):
     with torch.no_grad():
         step.run(StepPart(level=Level.PROCESSED))
     (count, *tokens) = step.packed[0].tolist()
-    found = step.logprobs.entry(0, 1).read(0, count, 4)
+    found = step.processing.logprobs.entry(0, 1).read(0, count, 4)
     assert len(found) == count
     result = replace(one.result)
     result.tokens = [*one.result.tokens, *tokens[:count]]

@@ -12,9 +12,9 @@ from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CaptureError
 from specattn.speculative.host_proposer import HostProposer, HostTree
+from specattn.speculative.launch import StepMemory
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
-from specattn.speculative.step_decoder import StepDecoder
 from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -82,15 +82,15 @@ def test_plain_decoding_that_cannot_be_captured_runs_eagerly(monkeypatch, caplog
 
 def test_buffers_without_room_are_named_like_graphs(monkeypatch, caplog):
     """They are made for the largest bucket, and eagerly for the batch that there is."""
-    run, alloc = engine(), StepDecoder._alloc
+    run, alloc = engine(), StepMemory.alloc
     results = run.add([LONG, SHORT])
 
-    def make(decoder, size, host=None):
+    def make(setup, host, size, **options):
         if size == 3:
             raise torch.OutOfMemoryError("no more")
-        return alloc(decoder, size, host)
+        return alloc(setup, host, size, **options)
 
-    monkeypatch.setattr(StepDecoder, "_alloc", make)
+    monkeypatch.setattr(StepMemory, "alloc", make)
     finish(run, ahead=False)
     exact(run, results)
     assert caplog.text.count("out of device memory capturing step for a batch of 3;") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -266,8 +267,8 @@ def test_what_does_not_go_together_is_refused():
             validate="debug",
             tbo=True,
         )
-    with pytest.raises(AttributeError, match=r"StepDecoder\.tbo is read-only"):
-        decoder.tbo = False
+    with pytest.raises(AttributeError, match=r"StepDecoder\.options is read-only"):
+        decoder.options = replace(decoder.options, tbo=False)
     cache = run.target.pool.k
     before = cache.data
     cache.data = before.clone()

@@ -28,9 +28,8 @@ CHANGES = {
     "states": lambda d: replace(d.states),
     "target": lambda d: replace(d.target, backend=d.draft.backend),
     "draft": lambda d: None,
-    "indices": lambda d: "csr",
-    "accept": lambda d: None,
-    "tbo": lambda d: True,
+    "setup": lambda d: replace(d.setup),
+    "options": lambda d: replace(d.options, indices="csr"),
 }
 
 

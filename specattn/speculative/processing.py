@@ -1,0 +1,140 @@
+"""Logits processors and log-probabilities within a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from specattn.buffers import fingerprint
+from specattn.kernels.sampling import target_probs
+
+if TYPE_CHECKING:
+    from specattn.batch import AcceptResult, DraftTree
+    from specattn.buffers import BufferSet, Fingerprint
+    from specattn.speculative.logprobs import LogprobBuffers
+    from specattn.speculative.processors import ProcessorStates
+    from specattn.speculative.sampling import SamplingBatch
+
+
+class Processing:
+    """What a step does for requests without processors: nothing.
+
+    Attributes
+    ----------
+    bitmask : Tensor or None
+        ``[B, n, ceil(V / 32)]`` int32: which tokens may follow each node of requests with a
+        grammar; None where the host cannot write it.
+    keeps_probs : bool
+        Whether distributions outlive acceptance.
+    """
+
+    bitmask: Tensor | None = None
+    keeps_probs: bool = False
+
+    @property
+    def states(self) -> tuple[BufferSet, ...]:
+        """What steps leave for each other."""
+        return ()
+
+    def of(self, requests: slice) -> Processing:
+        """Return what is done for some requests of the step."""
+        return self
+
+    def min_p(self, rows: Tensor) -> Tensor | None:
+        """Return each request's ``[B]`` float32, if any has one."""
+        return None
+
+    def process(self, tree: DraftTree, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return the logits ``[B, n, V]`` that these requests draw from."""
+        return logits
+
+    def score(
+        self,
+        accepted: AcceptResult,
+        logits: Tensor,
+        processed: Tensor,
+        *,
+        sampling: SamplingBatch,
+        rows: Tensor,
+        turn: Tensor,
+    ) -> None:
+        """Write the log-probabilities of accepted tokens."""
+
+    def note(self, rows: Tensor, accepted: AcceptResult) -> None:
+        """Add accepted tokens to the histories."""
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe what a graph bakes in."""
+        return ()
+
+
+@dataclass(frozen=True)
+class LogitsProcessing(Processing):
+    """What requests ask of their logits, over static memory.
+
+    Parameters
+    ----------
+    processors : ProcessorStates
+        What they ask for.
+    logprobs : LogprobBuffers
+        Where log-probabilities go.
+    bitmask : Tensor or None
+        As in `Processing`.
+    """
+
+    processors: ProcessorStates
+    logprobs: LogprobBuffers
+    bitmask: Tensor | None = None
+    keeps_probs = True
+
+    @property
+    def states(self) -> tuple[BufferSet, ...]:
+        """The requests' rows."""
+        return (self.processors,)
+
+    def of(self, requests: slice) -> LogitsProcessing:
+        """Return what is done for some requests of the step."""
+        bitmask = None if self.bitmask is None else self.bitmask[requests]
+        return replace(self, bitmask=bitmask, logprobs=self.logprobs.of(requests))
+
+    def min_p(self, rows: Tensor) -> Tensor:
+        """Return each request's ``[B]`` float32."""
+        return self.processors.min_p[rows]
+
+    def process(self, tree: DraftTree, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return processed logits ``[B, n, V]`` float32."""
+        return self.processors.process(tree, logits, rows, self.bitmask)
+
+    def score(
+        self,
+        accepted: AcceptResult,
+        logits: Tensor,
+        processed: Tensor,
+        *,
+        sampling: SamplingBatch,
+        rows: Tensor,
+        turn: Tensor,
+    ) -> None:
+        """Write the log-probabilities of accepted tokens, as `LogprobBuffers.write` does."""
+        if accepted.probs is None:
+            nodes = processed.flatten(0, 1)
+            drawing = sampling.temperature, sampling.top_k, sampling.top_p
+            probs = target_probs(nodes, *drawing, processed.shape[1], sampling.min_p)
+            accepted = replace(accepted, probs=probs.view(processed.shape))
+        self.logprobs.write(accepted, logits, processed, rows, turn, self.processors)
+
+    def note(self, rows: Tensor, accepted: AcceptResult) -> None:
+        """Add accepted tokens to the histories."""
+        self.processors.note(rows, accepted.accept_tokens, accepted.accept_lens)
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe states, bitmask and log-probabilities."""
+        logprobs = self.logprobs
+        return fingerprint(
+            processors=self.processors,
+            bitmask=self.bitmask,
+            values=logprobs.values,
+            ids=logprobs.ids,
+        )

@@ -1,0 +1,158 @@
+"""The models, tables and options of a decoder's steps."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from specattn.checks import one_of
+from specattn.speculative.verify import accept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import torch
+    from torch import Tensor
+
+    from specattn.attention.multi_step import Indices
+    from specattn.batch import AcceptResult, DraftTree
+    from specattn.cache.slot_table import RequestTable
+    from specattn.config import SpecConfig
+    from specattn.cuda_graph.recorder import Recorder
+    from specattn.speculative.model import ModelSlot, TargetModel
+    from specattn.speculative.proposer import Proposer
+    from specattn.speculative.sampling import SamplingBatch
+    from specattn.speculative.states import RequestStates
+
+#: How a step is recorded: as one graph, or as three that a host may work between.
+CudagraphMode = Literal["full", "piecewise"]
+#: Whether steps also check what tensors hold.
+Validate = Literal["off", "debug"]
+
+
+class Acceptor(Protocol):
+    """What decides how much of a tree is kept: `specattn.speculative.verify.accept`."""
+
+    def __call__(
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        seq_lens: Tensor,
+        config: SpecConfig,
+        sampling: SamplingBatch,
+        out: AcceptResult,
+    ) -> AcceptResult:
+        """Write ``out``; no sync, capturable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Options of steps, which an engine's decoders share.
+
+    Parameters
+    ----------
+    record : bool
+        Whether to record CUDA graphs.
+    cudagraph : {"full", "piecewise"}
+        One graph per step; or one for the drafts, one for the target and what is kept, and one
+        for the draft extend, with the host free to plan (`BoundAttention.schedule`) in between.
+    indices : {"table", "csr"}
+        What the draft steps read; see `MultiStepDraftBackend`.
+    recorder : Recorder, optional
+        Whose memory pool graphs use: decoders that never run at the same time share one.
+    accept : Acceptor
+        What decides how much of a tree is kept.
+    validate : {"off", "debug"}
+        ``"debug"`` also checks what tensors hold (slots, rows, lengths, the tree) before the
+        target runs, which waits for the device; needs ``cudagraph="piecewise"``. See
+        docs/validation.md.
+    tbo : bool
+        Two-batch overlap: whether both halves of a bucket run at the same time, on a stream each
+        of one graph (`StepLaunch`); what requests gain is the same.
+    capturing : callable
+        Gives a context manager, which surrounds the capture of every bucket, late ones included:
+        there an engine registers what its collectives use, or sets what its forwards read. It is
+        left when the capture fails, too; where nothing is recorded, it surrounds what runs instead.
+        It may make another stream the current one.
+
+    Raises
+    ------
+    ValueError
+        If an option is another word, or ``validate="debug"`` meets one graph or ``tbo``.
+    """
+
+    record: bool = True
+    cudagraph: CudagraphMode = "full"
+    indices: Indices = "table"
+    recorder: Recorder | None = None
+    accept: Acceptor = accept
+    validate: Validate = "off"
+    tbo: bool = False
+    capturing: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def __post_init__(self) -> None:
+        one_of("cudagraph", self.cudagraph, "full", "piecewise")
+        one_of("indices", self.indices, "table", "csr")
+        one_of("validate", self.validate, "off", "debug")
+        if self.validate == "debug" and self.cudagraph == "full":
+            raise ValueError(
+                "validate='debug' looks between graphs, so it needs cudagraph='piecewise'"
+            )
+        if self.validate == "debug" and self.tbo:
+            raise ValueError("validate='debug' looks at a whole batch's tree, which tbo splits")
+
+
+@dataclass(frozen=True)
+class StepSetup:
+    """The models, config, table, states and options of steps, whatever their batch.
+
+    Parameters
+    ----------
+    target : ModelSlot
+        The target model.
+    proposer : Proposer
+        What proposes tokens.
+    config : SpecConfig
+        Tree width and depth.
+    table : RequestTable
+        Rows and slots of the requests.
+    states : RequestStates
+        What steps leave for each other.
+    options : StepOptions
+        How steps run.
+    """
+
+    target: ModelSlot[TargetModel]
+    proposer: Proposer
+    config: SpecConfig
+    table: RequestTable
+    states: RequestStates
+    options: StepOptions
+
+    @property
+    def device(self) -> torch.device:
+        """Where table and states are."""
+        return self.table.req_to_token.device
+
+    @property
+    def slots(self) -> tuple[ModelSlot[Any], ...]:
+        """The target, and the proposer's model, if it has any."""
+        own = self.proposer.slot
+        return (self.target,) if own is None else (self.target, own)
+
+    @property
+    def plans_on_host(self) -> bool:
+        """Whether the backend of any model plans on the host."""
+        return plans_on_host(*self.slots)
+
+    def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> StepSetup:
+        """Return the setup with every model's slot changed."""
+        proposer = self.proposer.with_slots(change)
+        return replace(self, target=change(self.target), proposer=proposer)
+
+
+def plans_on_host(*slots: ModelSlot[Any] | None) -> bool:
+    """Return whether the backend of any model plans on the host."""
+    return any(slot.backend.host_plan for slot in slots if slot is not None)
