@@ -63,6 +63,11 @@ class RowLayout:
     causal: bool = False
     page_size: int = 1
 
+    @classmethod
+    def of_branches(cls, topk: int, step: int, page_size: int = 1) -> RowLayout:
+        """Return the layout of draft forward ``step``, over all branches so far."""
+        return cls(topk, topk * (step + 1), Phase.DRAFT, topk == 1, page_size)
+
 
 @dataclass(frozen=True)
 class DraftState:

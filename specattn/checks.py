@@ -82,3 +82,19 @@ def expect(
             f"{name} must be {list(shape)} {dtype} on {device}, "
             f"got {list(value.shape)} {value.dtype} on {value.device}"
         )
+
+
+def as_heads(
+    name: str,
+    value: Tensor,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Check and return ``[T, heads, size]``; heads may lie side by side."""
+    if isinstance(value, Tensor) and value.dim() == 2:
+        count, heads, size = shape
+        expect(name, value, (count, heads * size), dtype, device)
+        return value.view(shape)
+    expect(name, value, shape, dtype, device)
+    return value

@@ -365,15 +365,15 @@ class SpecConfig:
         step : int
             The draft forward, from 0; of ``DRAFT_DECODE`` only.
         """
-        topk, nodes, depth = self.topk, self.num_draft_tokens, self.num_steps + 1
-        chain = topk == 1
+        nodes, depth, page = self.num_draft_tokens, self.num_steps + 1, self.page_size
+        chain = self.topk == 1 and self.tree == "beam"
         table = {
-            ForwardMode.DECODE: (1, 1, Phase.DECODE, True),
-            ForwardMode.DRAFT_DECODE: (topk, topk * (step + 1), Phase.DRAFT, chain),
-            ForwardMode.TARGET_VERIFY: (nodes, nodes, Phase.VERIFY, chain and self.tree == "beam"),
-            ForwardMode.DRAFT_EXTEND: (depth, depth, Phase.PREFILL, True),
+            ForwardMode.DECODE: RowLayout(1, 1, Phase.DECODE, True, page),
+            ForwardMode.DRAFT_DECODE: RowLayout.of_branches(self.topk, step, page),
+            ForwardMode.TARGET_VERIFY: RowLayout(nodes, nodes, Phase.VERIFY, chain, page),
+            ForwardMode.DRAFT_EXTEND: RowLayout(depth, depth, Phase.PREFILL, True, page),
         }
-        return RowLayout(*table[mode], page_size=self.page_size)
+        return table[mode]
 
     def plain(self) -> SpecConfig:
         """Return plain decoding over the same tables, one token per step."""

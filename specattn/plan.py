@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specattn.batch import RowLayout
 from specattn.buffers import BufferSet, buf
 from specattn.checks import expect
 from specattn.kernels.checks import require_rows
@@ -22,7 +23,7 @@ from specattn.kernels.indices import KeySlots, fill_window
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specattn.batch import RowLayout
+    from specattn.config import SpecConfig
 
 
 def mask_words(keys: int) -> int:
@@ -278,10 +279,16 @@ def _expected(plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 @dataclass(frozen=True)
 class MultiStepDims:
-    """The dimensions of `MultiStepInputs`."""
+    """The dimensions of `MultiStepInputs`: forwards, branches, and slots of a page."""
 
     steps: int
     topk: int
+    page_size: int = 1
+
+    @classmethod
+    def of(cls, config: SpecConfig) -> MultiStepDims:
+        """Return those of a config's draft decode forwards."""
+        return cls(config.num_draft_forwards, config.topk, config.page_size)
 
     @property
     def words(self) -> int:
@@ -319,14 +326,11 @@ class MultiStepPlan:
         ``[rows, max_context_len]`` int32.
     inputs : MultiStepInputs
         The shared tensors, bound to the bucket.
-    layouts : tuple of RowLayout
-        One per step.
     """
 
     dims: MultiStepDims
     req_to_token: Tensor
     inputs: MultiStepInputs
-    layouts: tuple[RowLayout, ...]
 
     @property
     def seq_lens(self) -> Tensor:
@@ -340,7 +344,8 @@ class MultiStepPlan:
 
     def step(self, index: int) -> AttnPlan:
         """Return the plan of step ``index``: views, nothing is copied."""
-        layout, inputs = self.layouts[index], self.inputs
+        dims, inputs = self.dims, self.inputs
+        layout = RowLayout.of_branches(dims.topk, index, dims.page_size)
         return AttnPlan(
             layout=layout,
             req_to_token=self.req_to_token,

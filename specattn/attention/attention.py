@@ -10,36 +10,32 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.attention.forward import DraftForwards, Forward
-from specattn.attention.layer import Layer, LayerGroup
+from specattn.attention.bound import BoundLayers
+from specattn.attention.layers import Layer, Layers
+from specattn.attention.multi_step import BoundMultiStep, MultiStepDraftBackend
 from specattn.attention.window import WindowTables
 from specattn.backends import choose_backend
-from specattn.batch import Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.checks import expect, whole_number
 from specattn.errors import UnsupportedError
 from specattn.kernels.attention import check_sinks
 from specattn.kernels.masks import copy_in_prompts
-from specattn.plan import (
-    AttnInputs,
-    AttnPlan,
-    ExtendPlan,
-    MultiStepDims,
-    MultiStepInputs,
-    MultiStepPlan,
-)
+from specattn.plan import AttnInputs, AttnPlan, ExtendPlan, MultiStepDims
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from specattn.attention.window import WindowPool
     from specattn.backends.base import BackendFactory
+    from specattn.batch import RowLayout
     from specattn.config import AttnConfig, KVScales
+    from specattn.kernels.masks import Window
+    from specattn.plan import Plan
 
 log = logging.getLogger(__name__)
 
 
-class Attention:
+class Attention(Layers):
     """Attention over an engine's request table.
 
     Every geometry has one backend, which all forwards share: they run one after another.
@@ -74,18 +70,18 @@ class Attention:
         if len(shape) != 2:
             raise ValueError(f"req_to_token must be [rows, max_context_len], got {list(shape)}")
         expect("req_to_token", req_to_token, shape, torch.int32, req_to_token.device)
-        self.req_to_token, self.device = req_to_token, req_to_token.device
+        super().__init__(req_to_token.device)
+        self.req_to_token = req_to_token
         self.max_batch = whole_number("max_batch", max_batch, 1)
         self._backend = backend
         self.window_pool = window_pool
         self._windows = (
             None if window_pool is None else WindowTables(window_pool, req_to_token, self.max_batch)
         )
-        self._groups: dict[tuple[AttnConfig, bool], LayerGroup] = {}
         self._inputs: dict[RowLayout, tuple[AttnInputs, Tensor]] = {}
-        self._forwards: dict[tuple[RowLayout, int], Forward] = {}
-        self._draft_inputs: dict[MultiStepDims, tuple[MultiStepInputs, Tensor]] = {}
-        self._drafts: dict[tuple[MultiStepDims, int, int], DraftForwards] = {}
+        self._forwards: dict[tuple[RowLayout, int], BoundLayers] = {}
+        self._drafts: dict[MultiStepDims, MultiStepDraftBackend] = {}
+        self._draft_forwards: dict[tuple[MultiStepDims, int], BoundMultiStep] = {}
 
     def layer(
         self,
@@ -130,29 +126,26 @@ class Attention:
             scales=None if scales is None else [scales],
         )
         (config,) = pool.layers
-        stored = pool.scales[0] if config.kv_dtype is not None else None
         if sinks is not None:
             check_sinks(sinks, config.num_qo_heads, self.device)
             config = replace(config, sinks=True)
         elif config.sinks:
             raise ValueError(f"sinks must be [{config.num_qo_heads}] floats, got None")
-        return Layer(self._group_of(config, windowed), pool.k[0], pool.v[0], stored, sinks)
-
-    def _group_of(self, config: AttnConfig, windowed: bool) -> LayerGroup:
         most = -1 if self.window_pool is None else self.window_pool.window_left
         if windowed and not 0 <= config.window_left <= most:
             raise ValueError(
                 f"window_left must be 0..{most} (that of window_pool), got {config.window_left}"
             )
-        if (config, windowed) not in self._groups:
-            chosen = choose_backend(self._backend, [config], self.device)
-            if chosen.capabilities.host_plan:
-                raise UnsupportedError(f"backend {chosen.name!r}", ["it plans on the host"])
-            backend = chosen(config, self.device)
-            self._groups[config, windowed] = LayerGroup(backend, chosen, windowed)
-        return self._groups[config, windowed]
+        return Layer(self.group(config, int(windowed)), pool, 0, sinks)
 
-    def forward(self, layout: RowLayout, batch: int) -> Forward:
+    def made_by(self, config: AttnConfig) -> BackendFactory:
+        """Choose the backend of a geometry, which must plan on the device."""
+        chosen = choose_backend(self._backend, [config], self.device)
+        if chosen.capabilities.host_plan:
+            raise UnsupportedError(f"backend {chosen.name!r}", ["it plans on the host"])
+        return chosen
+
+    def forward(self, layout: RowLayout, batch: int) -> BoundLayers:
         """Return the forward of ``q_len`` rows per request of ``batch`` requests.
 
         There is one per layout and batch. The batches of a layout share their inputs, as buckets
@@ -180,16 +173,21 @@ class Attention:
                 self._forwards[layout, batch] = self._made_forward(layout, batch)
         return self._forwards[layout, batch]
 
-    def _made_forward(self, layout: RowLayout, batch: int) -> Forward:
+    def _made_forward(self, layout: RowLayout, batch: int) -> BoundLayers:
         if layout not in self._inputs:
             inputs = AttnInputs.alloc(self.max_batch, layout, self.device)
             self._inputs[layout] = inputs, torch.zeros_like(inputs.tail_slots)
         inputs, store = self._inputs[layout]
         plan = AttnPlan.over(layout, self.req_to_token, inputs.bind(batch))
-        window = None if self._windows is None else self._windows.of_rows(plan)
-        return Forward(self._groups.values(), plan, store[:batch], window)
+        if self._windows is None:
+            return self.bind(plan, slots=store[:batch])
+        return self._windowed(plan, store[:batch], *self._windows.of_rows(plan))
 
-    def draft(self, steps: int, topk: int, batch: int, *, page_size: int = 1) -> DraftForwards:
+    def _windowed(self, plan: Plan, slots: Tensor, other: Plan, window: Window) -> BoundLayers:
+        stored = slots, window.store
+        return BoundLayers(self.groups.values(), (), (plan, other), stored, window)
+
+    def draft(self, steps: int, topk: int, batch: int, *, page_size: int = 1) -> BoundMultiStep:
         """Return the forwards of all steps of a draft.
 
         Parameters
@@ -208,26 +206,21 @@ class Attention:
         UnsupportedError
             If the backend of a layer refuses the layout, by its pages or its tree.
         """
-        dims = MultiStepDims(whole_number("steps", steps, 1), whole_number("topk", topk, 1))
-        key = dims, batch, page_size
-        if key not in self._drafts:
-            whole_number("batch", batch, 0, self.max_batch)
+        whole_number("steps", steps, 1)
+        whole_number("topk", topk, 1)
+        dims = MultiStepDims(steps, topk, page_size)
+        if (dims, batch) not in self._draft_forwards:
             with self._logged(f"draft of {batch} x {topk}, {steps} steps"):
-                self._drafts[key] = self._made_draft(dims, batch, page_size)
-        return self._drafts[key]
+                self._draft_forwards[dims, batch] = self._draft_of(dims).bind(batch)
+        return self._draft_forwards[dims, batch]
 
-    def _made_draft(self, dims: MultiStepDims, batch: int, page_size: int) -> DraftForwards:
-        if dims not in self._draft_inputs:
-            inputs = MultiStepInputs.alloc(self.max_batch, dims, self.device)
-            self._draft_inputs[dims] = inputs, torch.zeros_like(inputs.branch_slots)
-        inputs, store = self._draft_inputs[dims]
-        topk = dims.topk
-        layouts = tuple(
-            RowLayout(topk, topk * (step + 1), Phase.DRAFT, topk == 1, page_size)
-            for step in range(dims.steps)
-        )
-        plan = MultiStepPlan(dims, self.req_to_token, inputs.bind(batch), layouts)
-        return DraftForwards(self._groups.values(), plan, store[:batch])
+    def _draft_of(self, dims: MultiStepDims) -> MultiStepDraftBackend:
+        if dims not in self._drafts:
+            stored = self.req_to_token.new_zeros(self.max_batch, dims.steps, dims.topk)
+            self._drafts[dims] = MultiStepDraftBackend(
+                self, dims, self.req_to_token, self.max_batch, stored=stored
+            )
+        return self._drafts[dims]
 
     @contextmanager
     def _logged(self, what: str) -> Iterator[None]:
@@ -250,7 +243,7 @@ class Attention:
         *,
         max_q_len: int,
         page_size: int = 1,
-    ) -> Forward:
+    ) -> BoundLayers:
         """Return the forward of ragged prompts over cached prefixes; one launch, eager.
 
         Parameters
@@ -283,19 +276,21 @@ class Attention:
             max_seq_len=self.req_to_token.shape[1],
             page_size=page_size,
         )
-        window = None if self._windows is None else self._windows.of_prompts(plan)
+        if self._windows is None:
+            forward = self.bind(plan)
+        else:
+            forward = self._windowed(plan, plan.out_slots, *self._windows.of_prompts(plan))
         copy_in_prompts(
             rows,
             prefix_lens,
             new_lens,
             slots,
             req_to_token=self.req_to_token,
-            window=None if window is None else window.inputs,
+            window=forward.window,
             rows_out=whole,
             seq_lens_out=lens,
             indptr_out=indptr,
             slots_out=out_slots,
         )
-        forward = Forward(self._groups.values(), plan, plan.out_slots, window)
         forward.fill()
         return forward

@@ -1,39 +1,205 @@
-"""A model's layers over one plan: what models call, layer by layer."""
+"""Layers over their caches, with a backend for each of their geometries."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from specattn.attention.bound import BoundLayers
 from specattn.backends import choose_backend
-from specattn.backends.base import CompositeAttention, IdleAttention, lists_refused, recordable
-from specattn.buffers import Fingerprint, fingerprint
-from specattn.checks import expect, one_of
+from specattn.backends.base import IdleAttention, lists_refused
+from specattn.checks import one_of
+from specattn.cuda_graph.recorder import is_recording
 from specattn.errors import UnsupportedError
-from specattn.kernels.attention import check_sinks
-from specattn.plan import check_plan
+from specattn.plan import ExtendPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from specattn.backends.base import (
-        AttentionBackend,
-        BackendFactory,
-        BoundAttention,
-    )
+    from specattn.backends.base import AttentionBackend, BackendFactory, BoundAttention
     from specattn.cache.kv_pool import KVPool
-    from specattn.config import AttnConfig
-    from specattn.kernels.fused import Rotation
-    from specattn.plan import ExtendPlan, Plan
+    from specattn.config import AttnConfig, KVScales
+    from specattn.plan import Plan
 
 
-class LayeredBackend:
-    """One backend per distinct layer configuration of a model, over one pool.
+@dataclass(frozen=True, eq=False)
+class LayerGroup:
+    """Layers of one geometry over one plan, which share attention.
+
+    Parameters
+    ----------
+    backend : AttentionBackend
+        That of the geometry, ``backend.config``.
+    made_by : BackendFactory
+        What made it.
+    view : int
+        Which of a forward's plans they read: 1 for layers of a window pool.
+    """
+
+    backend: AttentionBackend
+    made_by: BackendFactory
+    view: int = 0
+
+    def check_pages(self, page_size: int) -> None:
+        """Raise an UnsupportedError for pages that the backend does not read."""
+        need = self.made_by.capabilities.page_size
+        if page_size % need:
+            reason = f"page_size must be a multiple of {need}, got {page_size}"
+            raise UnsupportedError(f"backend {self.made_by.name!r}", [reason])
+
+    def bind(self, plan: Plan) -> BoundAttention:
+        """Return attention over a plan's tensors.
+
+        Raises
+        ------
+        ValueError
+            In a capture, where it would allocate.
+        UnsupportedError
+            If the backend refuses the plan, by its pages or its tree.
+        """
+        if is_recording(plan.out_slots.device):
+            raise ValueError(
+                "a forward must meet a geometry before a capture: make the layer, then the "
+                f"forward, or run it once: {self.backend.config}"
+            )
+        pages = plan.page_size if isinstance(plan, ExtendPlan) else plan.layout.page_size
+        self.check_pages(pages)
+        return IdleAttention() if plan.idle else self.backend.bind(plan)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer's geometry and caches.
+
+    Parameters
+    ----------
+    group : LayerGroup
+        The layers with which it shares a backend.
+    pool : KVPool
+        Where its keys and values are.
+    index : int
+        Its place in the pool.
+    sinks : Tensor or None
+        ``[num_qo_heads]`` floats, if they are the layer's for good.
+    """
+
+    group: LayerGroup
+    pool: KVPool
+    index: int
+    sinks: Tensor | None = None
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """That of its geometry, ``backend.config``."""
+        return self.group.backend
+
+    @property
+    def k_cache(self) -> Tensor:
+        """``[num_slots, num_kv_heads, head_dim]``."""
+        return self.pool.k[self.index]
+
+    @property
+    def v_cache(self) -> Tensor:
+        """The same with ``v_head_dim``; of ``latent`` layers a view of ``k_cache``."""
+        return self.pool.v[self.index]
+
+    @property
+    def scales(self) -> KVScales | None:
+        """Those of float8 caches."""
+        stored = self.pool.layers[self.index].kv_dtype is not None
+        return self.pool.scales[self.index] if stored else None
+
+    def store(
+        self, slots: Tensor, k: Tensor | tuple[Tensor, Tensor] | None, v: Tensor | None
+    ) -> None:
+        """Write keys and values; see `KVPool.store`."""
+        self.pool.store(self.index, slots, k, v)
+
+
+class Layers(ABC):
+    """Layers on one device, with a backend for each of their geometries.
+
+    Attributes
+    ----------
+    layers : tuple of Layer
+        A model's, in its order; none of an engine, whose layers come one by one.
+    groups : dict
+        The groups so far, by geometry and view.
+    """
+
+    layers: tuple[Layer, ...] = ()
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.groups: dict[tuple[AttnConfig, int], LayerGroup] = {}
+
+    @abstractmethod
+    def made_by(self, config: AttnConfig) -> BackendFactory:
+        """Choose what makes the backend of a geometry."""
+
+    def group(self, config: AttnConfig, view: int = 0) -> LayerGroup:
+        """Return the group of a geometry; its views share a backend."""
+        if (config, view) not in self.groups:
+            alike = [group for (other, _), group in self.groups.items() if other == config]
+            if alike:
+                self.groups[config, view] = replace(alike[0], view=view)
+            else:
+                made_by = self.made_by(config)
+                self.groups[config, view] = LayerGroup(made_by(config, self.device), made_by, view)
+        return self.groups[config, view]
+
+    def check_pages(self, page_size: int) -> None:
+        """Raise an UnsupportedError for pages that a backend does not read."""
+        for group in self.groups.values():
+            group.check_pages(page_size)
+
+    def check_indices(self, indices: str) -> None:
+        """Refuse an unknown word, and lists if a backend serves none."""
+        one_of("indices", indices, "table", "csr")
+        for group in self.groups.values():
+            if indices == "csr" and not group.made_by.capabilities.lists:
+                raise lists_refused(group.made_by.name)
+
+    def bind(
+        self, *plans: Plan, slots: Tensor | None = None, views: Sequence[int] | None = None
+    ) -> BoundLayers:
+        """Bind the layers to a forward.
+
+        Parameters
+        ----------
+        *plans : Plan
+            One, or one per view: plans of the same query tokens and slots.
+        slots : Tensor, optional
+            ``[B, q_len]`` int32, where new keys and values go, if not to ``out_slots``. Those below
+            0 are skipped.
+        views : sequence of int, optional
+            Which of the plans each layer reads, if not the first.
+
+        Raises
+        ------
+        ValueError
+            If a tensor of a plan has another shape, dtype, device or stride.
+        UnsupportedError
+            If a backend refuses a plan, by its pages or its tree.
+        """
+        layers = self.layers
+        if views is not None:
+            layers = tuple(map(self._viewing, layers, views))
+        groups = dict.fromkeys(layer.group for layer in layers) or self.groups.values()
+        stored = tuple(plan.out_slots for plan in plans) if slots is None else (slots,)
+        return BoundLayers(groups, layers, plans, stored)
+
+    def _viewing(self, layer: Layer, view: int) -> Layer:
+        return replace(layer, group=self.group(layer.backend.config, view))
+
+
+class LayeredBackend(Layers):
+    """A model's layers over one pool.
 
     Parameters
     ----------
@@ -61,51 +227,23 @@ class LayeredBackend:
         pool: KVPool,
         device: torch.device,
     ) -> None:
+        super().__init__(device)
         if {c.kv_dtype for c in layers} != {c.kv_dtype for c in pool.layers}:
             stored = f"the pool's kv_dtype ({pool.k[0].dtype})"
             raise ValueError(f"layers must have {stored}: pass its own (pool.layers)")
-        distinct = list(dict.fromkeys(layers))
-        chosen = choose_backend(backend, distinct, device)
-        self.name = chosen.name
-        self.host_plan = chosen.capabilities.host_plan
-        self._page_size = chosen.capabilities.page_size
-        self._lists = chosen.capabilities.lists
-        self.pool = pool
-        self._made_of = chosen, tuple(layers)
-        self.backends = tuple(chosen(config, device) for config in distinct)
-        self._kind = tuple(distinct.index(config) for config in layers)
+        chosen = choose_backend(backend, list(dict.fromkeys(layers)), device)
+        self.name, self.host_plan = chosen.name, chosen.capabilities.host_plan
+        self.pool, self._chosen = pool, chosen
+        self.layers = tuple(Layer(self.group(config), pool, at) for at, config in enumerate(layers))
+
+    def made_by(self, config: AttnConfig) -> BackendFactory:
+        """Return what serves all layers."""
+        return self._chosen
 
     def with_own_workspace(self) -> LayeredBackend:
         """Return the same layers with own workspaces, to run beside it."""
-        backend, layers = self._made_of
-        return LayeredBackend(backend, layers, self.pool, self.pool.device)
-
-    def check_pages(self, page_size: int) -> None:
-        """Raise an UnsupportedError for pages that the backend does not read."""
-        if page_size % self._page_size:
-            raise UnsupportedError(
-                f"backend {self.name!r}",
-                [f"page_size must be a multiple of {self._page_size}, got {page_size}"],
-            )
-
-    def check_indices(self, indices: str) -> None:
-        """Refuse an unknown word, and lists if the backend serves none."""
-        one_of("indices", indices, "table", "csr")
-        if indices == "csr" and not self._lists:
-            raise lists_refused(self.name)
-
-    def bind(self, plan: Plan) -> BoundLayers:
-        """Check ``plan`` and bind every distinct configuration to it."""
-        check_plan(plan, self.pool.device)
-        bounds: list[BoundAttention] = [
-            IdleAttention() if plan.idle else backend.bind(plan) for backend in self.backends
-        ]
-        layers = tuple(
-            (self._of_layer(bounds[kind], layer), self.backends[kind].config)
-            for layer, kind in enumerate(self._kind)
-        )
-        graphs = all(recordable(backend, plan) for backend in self.backends)
-        return BoundLayers(self.backends, tuple(bounds), layers, self.pool, plan, graphs)
+        configs = [layer.backend.config for layer in self.layers]
+        return LayeredBackend(self._chosen, configs, self.pool, self.device)
 
     def bind_prompts(self, plan: ExtendPlan, prefix_lens: Sequence[int]) -> BoundLayers:
         """Return attention over prompts with these cached prefixes, ready to run."""
@@ -113,150 +251,3 @@ class LayeredBackend:
         bound.schedule(torch.tensor(prefix_lens, dtype=torch.int32))
         bound.fill()
         return bound
-
-    def _of_layer(self, bound: BoundAttention, layer: int) -> BoundAttention:
-        """Return ``bound`` as one layer runs it: its scales, its prefetch."""
-        stored = self.pool.layers[layer].kv_dtype is not None
-        return bound.for_layer(
-            self.pool.scales[layer] if stored else None,
-            prefetch=self._kind[layer] in self._kind[:layer],
-        )
-
-
-class PackedAttend(ABC):
-    """An `Attend` that also takes heads as one matrix product leaves them."""
-
-    @property
-    @abstractmethod
-    def slots(self) -> Tensor:
-        """``[B, q]`` int32: where the forward's keys and values go."""
-
-    @abstractmethod
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attend as `specattn.speculative.model.Attend` does."""
-
-    @abstractmethod
-    def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
-        """Norm and rotate heads, store keys and values, then attend.
-
-        Parameters
-        ----------
-        layer : int
-            Index into the model's ``layers``.
-        parts : Tensor
-            ``[S, T, (Hq + 2 Hkv) D]``, of any dtype: they add up to queries, keys and values.
-        positions : Tensor
-            ``[T]`` int64.
-        rotation : Rotation
-            The position embedding, and the bias and norms before it.
-
-        Returns
-        -------
-        Tensor
-            ``[T, Hq, D]``.
-        """
-
-
-@dataclass(frozen=True)
-class BoundLayers(CompositeAttention, PackedAttend):
-    """The `Attend` of a model: it stores new KV, then attends.
-
-    ``graphs`` says whether all that is bound here may be recorded in a CUDA graph.
-    """
-
-    backends: tuple[AttentionBackend, ...]
-    bounds: tuple[BoundAttention, ...]
-    layers: tuple[tuple[BoundAttention, AttnConfig], ...]
-    pool: KVPool
-    plan: Plan
-    graphs: bool
-
-    def fingerprint(self) -> Fingerprint:
-        """Describe the pool and the configs, which a graph bakes in."""
-        # by value: what a graph has baked in stays as it was, whatever becomes of the config
-        configs = {
-            f"AttnConfig[{at}]": dict(vars(backend.config))
-            for at, backend in enumerate(self.backends)
-        }
-        pool = self.pool
-        return fingerprint(k_cache=pool.k, v_cache=pool.v, kv_scales=pool.scales, **configs)
-
-    def parts(self) -> tuple[BoundAttention, ...]:
-        """Return every bound configuration."""
-        return self.bounds
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Schedule every bound configuration."""
-        for bound in self.bounds:
-            bound.schedule(seq_lens_cpu)
-
-    @property
-    def slots(self) -> Tensor:
-        """``[B, q]`` int32: where the forward's keys and values go."""
-        return self.plan.out_slots
-
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attend in ``layer``.
-
-        The shapes are q ``[T, Hq, D]``, k ``[T, Hkv, D]`` and v ``[T, Hkv, Dv]``, and ``[Hq]`` of
-        sinks, which a layer has or has not. Layers come in their order, on one stream. Without k
-        and v nothing is stored: `slots` of the pool hold them already.
-
-        Raises
-        ------
-        ValueError
-            Before anything is written: if one of them is of another shape, dtype or device, k or v
-            is missing, or sinks are missing or too many.
-        """
-        bound, config = self._layer(layer, sinks)
-        rows, device = self.plan.out_slots.numel(), self.pool.device
-        expect("q", q, (rows, config.num_qo_heads, config.head_dim), config.dtype, device)
-        if k is not None and v is not None:
-            self.pool.store(layer, self.slots, k, v)
-        elif k is not v:
-            raise ValueError("k and v must be given both, or neither")
-        out = q.new_empty(q.shape[0], q.shape[1], config.v_head_dim)
-        bound.run(q, self.pool.k[layer], self.pool.v[layer], out)
-        return out
-
-    def _layer(self, layer: int, sinks: Tensor | None) -> tuple[BoundAttention, AttnConfig]:
-        """Return a layer's attention with the sinks it must have, if any."""
-        bound, config = self.layers[layer]
-        if config.sinks != (sinks is not None):
-            wanted = f"[{config.num_qo_heads}] floats" if config.sinks else "None"
-            got = None if sinks is None else list(sinks.shape)
-            raise ValueError(f"sinks must be {wanted} in layer {layer}, got {got}")
-        if sinks is None:
-            return bound, config
-        check_sinks(sinks, config.num_qo_heads, self.pool.device)
-        return bound.with_sinks(sinks), config
-
-    def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
-        """Attend in ``layer`` with heads that are not rotated yet; see `PackedAttend.packed`."""
-        attention, config = self._layer(layer, None)
-        q = self.pool.store_packed(
-            layer,
-            self.slots,
-            parts,
-            positions,
-            rotation,
-            config.num_qo_heads,
-            prefetch=layer > 0 and all(bound.prefetches for bound in self.bounds),
-        )
-        out = torch.empty_like(q)
-        attention.run(q, self.pool.k[layer], self.pool.v[layer], out)
-        return out

@@ -1,45 +1,49 @@
-"""Multi-step drafting: what all draft steps share, and a backend of each."""
+"""Multi-step drafting: what all draft steps share, and the layers of each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from specattn.backends.base import fill_all
-from specattn.batch import ForwardMode
+from specattn.backends.base import CompositeAttention
+from specattn.checks import one_of, whole_number
 from specattn.kernels.indices import draft_kv_width, fill_draft_kv, fill_draft_tails
-from specattn.plan import CsrPlan, MultiStepDims, MultiStepInputs, MultiStepPlan, Plan
+from specattn.kernels.masks import PlanInputs, copy_in_steps
+from specattn.kernels.tree import grow_words
+from specattn.plan import CsrPlan, MultiStepDims, MultiStepInputs, MultiStepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.attention.layers import BoundLayers, LayeredBackend
-    from specattn.config import SpecConfig
+    from specattn.attention.bound import BoundLayers
+    from specattn.attention.layers import Layers
 
 Indices = Literal["table", "csr"]
 
 
 class MultiStepDraftBackend:
-    """A draft model's backends over all draft steps.
+    """A draft's layers over all its decode forwards, and what these share.
 
-    It wraps them and owns what their ``num_steps - 1`` forwards share. Step s reads the request's
-    prefix and the draft nodes of steps 0..s that are its ancestors. With ``indices="table"`` a step
-    is an `AttnPlan`: the prefix is read once for all branches, through ``req_to_token``. With
-    ``indices="csr"`` step s is row s of ``kv_indptr`` and ``kv_indices``: a list per branch, for
-    hosts and libraries that know only lists. Both give the same attention.
+    Step s reads the request's prefix and the draft nodes of steps 0..s that are its ancestors. With
+    ``indices="table"`` a step is an `AttnPlan`: the prefix is read once for all branches, through
+    ``req_to_token``. With ``indices="csr"`` step s is row s of ``kv_indptr`` and ``kv_indices``: a
+    list per branch, for hosts and libraries that know only lists. Both give the same attention.
 
     Parameters
     ----------
-    backend : LayeredBackend
-        The draft model's layers.
-    config : SpecConfig
-        Steps, branches and context length.
+    layers : Layers
+        The draft's.
+    dims : MultiStepDims
+        Steps and branches.
     req_to_token : Tensor
         ``[rows, max_context_len]`` int32.
     max_batch : int
         Largest bucket; buffers are allocated once, for it.
     indices : {"table", "csr"}
         What the steps read.
+    stored : Tensor, optional
+        ``[max_batch, steps, topk]`` int32, where branches store, skipping what is below 0; without,
+        in the slots that they read.
     shared : dict of Tensor
         Fields of `MultiStepInputs` that others own.
 
@@ -55,73 +59,146 @@ class MultiStepDraftBackend:
     ValueError
         If ``indices`` is another word, or a row of ``kv_indices`` would exceed 2^31 entries.
     UnsupportedError
-        If the backend serves no index lists, and ``indices`` is ``"csr"``.
+        If a backend serves no index lists, and ``indices`` is ``"csr"``.
     """
 
     def __init__(
         self,
-        backend: LayeredBackend,
-        config: SpecConfig,
+        layers: Layers,
+        dims: MultiStepDims,
         req_to_token: Tensor,
         max_batch: int,
         indices: Indices = "table",
+        *,
+        stored: Tensor | None = None,
         **shared: Tensor,
     ) -> None:
-        backend.check_indices(indices)
-        self.backend, self.config = backend, config
-        self.dims = MultiStepDims(config.num_draft_forwards, config.topk)
-        self.indices = indices
+        layers.check_indices(indices)
+        self.layers, self.dims = layers, dims
+        self.indices: Indices = indices
         self.req_to_token = req_to_token
-        inputs = MultiStepInputs.alloc(max_batch, self.dims, req_to_token.device)
+        inputs = MultiStepInputs.alloc(max_batch, dims, req_to_token.device)
         self.inputs = inputs.sharing(shared)
-        width = 0
+        self.stored = self.inputs.branch_slots if stored is None else stored
+        width = rows = 0
         if indices == "csr":
-            width = draft_kv_width(max_batch, config.topk, config.max_context_len, self.dims.steps)
-        rows = max_batch * config.topk + 1 if width else 0
-        self.kv_indptr = req_to_token.new_zeros(self.dims.steps, rows)
-        self.kv_indices = req_to_token.new_zeros(self.dims.steps, width)
+            width = draft_kv_width(max_batch, dims.topk, req_to_token.shape[1], dims.steps)
+            rows = max_batch * dims.topk + 1
+        self.kv_indptr = req_to_token.new_zeros(dims.steps, rows)
+        self.kv_indices = req_to_token.new_zeros(dims.steps, width)
 
     def bind(self, batch: int) -> BoundMultiStep:
         """Bind all steps to the first ``batch`` rows of the shared buffers."""
-        layouts = tuple(
-            self.config.layout(ForwardMode.DRAFT_DECODE, step) for step in range(self.dims.steps)
-        )
-        plan = MultiStepPlan(self.dims, self.req_to_token, self.inputs.bind(batch), layouts)
-        indptr = self.kv_indptr[:, : batch * self.config.topk + 1]
-        steps: list[Plan] = [plan.step(step) for step in range(self.dims.steps)]
-        if self.indices == "csr":
-            steps = [
-                CsrPlan(
-                    layouts[step],
-                    indptr[step],
-                    self.kv_indices[step],
-                    plan.inputs.branch_slots[:, step],
-                )
-                for step in range(self.dims.steps)
-            ]
-        bound = tuple(self.backend.bind(step) for step in steps)
-        return BoundMultiStep(plan, bound, self.indices, indptr, self.kv_indices)
+        plan = MultiStepPlan(self.dims, self.req_to_token, self.inputs.bind(batch))
+        stored = self.stored[:batch]
+        indptr = self.kv_indptr[:, : batch * self.dims.topk + 1]
+        bound = []
+        for index in range(self.dims.steps):
+            table = plan.step(index)
+            lists = CsrPlan(table.layout, indptr[index], self.kv_indices[index], table.out_slots)
+            step = lists if self.indices == "csr" else table
+            bound.append(self.layers.bind(step, slots=stored[:, index]))
+        return BoundMultiStep(plan, tuple(bound), self.indices, stored, indptr, self.kv_indices)
 
 
 @dataclass(frozen=True)
-class BoundMultiStep:
-    """All draft decode steps of a bucket."""
+class BoundMultiStep(CompositeAttention):
+    """All draft decode steps of a bucket; `MultiStepDraftBackend.bind` makes it."""
 
     plan: MultiStepPlan
     steps: tuple[BoundLayers, ...]
     indices: Indices
+    stored: Tensor
     kv_indptr: Tensor
     kv_indices: Tensor
 
+    def parts(self) -> tuple[BoundLayers, ...]:
+        """Return the steps."""
+        return self.steps
+
+    def copy_in(
+        self,
+        rows: Tensor,
+        seq_lens: Tensor,
+        slots: Tensor | None = None,
+        *,
+        order: str = "branch",
+        counted: int = 0,
+        fill: bool = True,
+    ) -> None:
+        """Copy in what the engine knows of all steps, then `fill`.
+
+        See `BoundLayers.copy_in`.
+
+        A branch sees itself alone until `grow` has run, and the steps before it in a chain.
+
+        Parameters
+        ----------
+        rows, seq_lens, counted, fill
+            As in `BoundLayers.copy_in`.
+        slots : Tensor, optional
+            The branches' slots, flat or not, of at least as many steps. Without, the table's
+            columns after the prefix, step by step.
+        order : {"branch", "step"}
+            Whether ``slots`` are ``[B, topk, steps]``, as SGLang has them, or
+            ``[B, steps, topk]``.
+
+        Raises
+        ------
+        ValueError
+            Before anything is written: if a tensor has another shape or dtype.
+        """
+        inputs, plan = self.plan.inputs, self.plan
+        one_of("order", order, "branch", "step")
+        whole_number("counted", counted, 0)
+        copy_in_steps(
+            rows,
+            seq_lens,
+            None if slots is None or not len(self.stored) else self._by_step(slots, order),
+            counted=counted,
+            req_to_token=plan.req_to_token,
+            out=PlanInputs(
+                inputs.req_pool_indices,
+                inputs.seq_lens,
+                inputs.branch_slots,
+                self.stored,
+                inputs.positions,
+                inputs.words,
+            ),
+        )
+        if fill:
+            self.fill()
+
+    def _by_step(self, slots: Tensor, order: str) -> Tensor:
+        """View slots as ``[B, steps, topk]``."""
+        dims, batch = self.plan.dims, len(self.stored)
+        width = slots.numel() // (batch * dims.topk)
+        if slots.numel() != batch * dims.topk * width or width < dims.steps:
+            raise ValueError(
+                f"slots must be those of {batch} requests, {dims.topk} branches and at least "
+                f"{dims.steps} steps, got {list(slots.shape)}"
+            )
+        if order == "step":
+            return slots.view(batch, width, dims.topk)[:, : dims.steps]
+        return slots.view(batch, dims.topk, width)[:, :, : dims.steps].transpose(1, 2)
+
+    def grow(self, step: int, parents: Tensor | None, *, flat: bool = False) -> None:
+        """Write a step's ancestor words once its branches are chosen.
+
+        At step 0, and in a chain, no word changes. Parameters and errors are those of `grow_words`.
+        """
+        if step and self.plan.dims.topk > 1:
+            grow_words(self.plan.inputs.words, step, parents, flat=flat)
+        self.fill_ancestors(step)
+
     def fill(self) -> None:
-        """Fill slots, positions, index lists and every step's device plan.
+        """Fill the index lists, then every step's device plan, together.
 
         Lengths are known for all steps up front; the ancestors of a step are not, so its lists
         end with whatever the words say now, until `fill_ancestors` has run for that step.
         """
-        self.plan.fill()
         self.fill_lists()
-        fill_all(self.steps)
+        super().fill()
 
     def fill_lists(self) -> None:
         """Fill the index lists (``indices="csr"``) from slots, lengths and words."""
@@ -139,17 +216,16 @@ class BoundMultiStep:
 
     def fill_ancestors(self, step: int) -> None:
         """Bring step ``step`` up to date with its ancestor words; capturable."""
-        if self.indices == "table":
-            return
-        inputs = self.plan.inputs
-        fill_draft_tails(
-            step,
-            inputs.seq_lens,
-            inputs.branch_slots,
-            inputs.words,
-            self.kv_indptr,
-            self.kv_indices,
-        )
+        if self.indices == "csr":
+            inputs = self.plan.inputs
+            fill_draft_tails(
+                step,
+                inputs.seq_lens,
+                inputs.branch_slots,
+                inputs.words,
+                self.kv_indptr,
+                self.kv_indices,
+            )
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
         """Schedule every step."""

@@ -37,22 +37,6 @@ class WindowPool:
     window_left: int
 
 
-@dataclass(frozen=True)
-class WindowPlan:
-    """A forward's plan over a window pool, and its tensors.
-
-    Parameters
-    ----------
-    plan : AttnPlan or ExtendPlan
-        What the pool's layers read.
-    inputs : Window
-        The plan's tensors as `Forward.copy_in` writes them, and where these layers store.
-    """
-
-    plan: AttnPlan | ExtendPlan
-    inputs: Window
-
-
 class WindowTables:
     """Tables of a window pool: by them layers find a prefix's end.
 
@@ -79,8 +63,8 @@ class WindowTables:
         self._tables: dict[int, Tensor] = {}
         self._of_layout: dict[RowLayout, Window] = {}
 
-    def of_rows(self, plan: AttnPlan) -> WindowPlan:
-        """Return what layers of the pool read instead of ``plan``.
+    def of_rows(self, plan: AttnPlan) -> tuple[AttnPlan, Window]:
+        """Return what layers of the pool read, and what an engine writes.
 
         The batches of a layout share its tensors, as they share their inputs.
         """
@@ -96,9 +80,9 @@ class WindowTables:
         where = inputs.positions
         plan = self._over(plan, inputs)
         plan = replace(plan, tail_slots=inputs.slots, positions=where, tail_positions=where)
-        return WindowPlan(plan, inputs)
+        return plan, inputs
 
-    def of_prompts(self, plan: ExtendPlan) -> WindowPlan:
+    def of_prompts(self, plan: ExtendPlan) -> tuple[ExtendPlan, Window]:
         """Return what layers of the pool read of prompts.
 
         The table is their own, and has the new tokens, too.
@@ -108,7 +92,7 @@ class WindowTables:
         inputs = self._made(table, tokens, plan.page_size)
         plan = self._over(plan, inputs)
         plan = replace(plan, out_slots=inputs.store, max_seq_len=table.shape[1])
-        return WindowPlan(plan, inputs)
+        return plan, inputs
 
     def _table(self, batch: int, page_size: int, new_tokens: int = 0) -> Tensor:
         # a prefix is cut where a page begins

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import ReadOnly
-from specattn.checks import expect, whole_number
+from specattn.checks import as_heads, expect, whole_number
 from specattn.config import FLOAT8, MAX_SLOTS, UNSCALED
 from specattn.kernels.cache import commit_kv, store_kv
 from specattn.kernels.checks import require_rows
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 #: The keys, or the values, of all layers: one tensor, layers first, or one per layer.
 Caches = Tensor | tuple[Tensor, ...]
+_SLOTS = (torch.int32, torch.int64)
 
 
 class KVPool(ReadOnly):
@@ -159,48 +160,61 @@ class KVPool(ReadOnly):
         self.k, self.v, self._dtype = k, v, first.dtype
         self.num_slots, self.device = len(k[0]), k[0].device
         # the columns of k that are not those of v: with v they have every number once
-        self._shared = first.v_head_dim if first.latent else 0
-        self._own_k = _columns(k, slice(self._shared, None)) if self._shared else k
+        self._own_k = _columns(k, slice(first.v_head_dim, None)) if first.latent else k
         self._offsets, self._unit = _offsets(k, v)
 
-    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def store(
+        self,
+        layer: int,
+        slots: Tensor,
+        k: Tensor | tuple[Tensor, Tensor] | None,
+        v: Tensor | None = None,
+    ) -> None:
         """Write a layer's new keys and values to their slots.
+
+        Heads may be an axis of their own or lie side by side, as ``[T, heads * size]``.
 
         Parameters
         ----------
         layer : int
             Layer index.
         slots : Tensor
-            ``[B, q]`` int32 with B q = T; may be a view with a row stride. Those below 0 are
-            skipped.
-        k, v : Tensor
-            ``[T, num_kv_heads, head_dim]`` and ``[T, num_kv_heads, v_head_dim]`` of the layers'
-            ``dtype``, dense in their last axis. ``v`` of ``latent`` layers is
+            ``[B, q]`` int32 or int64 with B q = T; may be a view with a row stride. Those below 0
+            are skipped.
+        k : Tensor or tuple of Tensor
+            ``[T, num_kv_heads, head_dim]`` of the layers' ``dtype``, dense in its last axis. Of
+            ``latent`` layers also the latent and the rotated part.
+        v : Tensor, optional
+            ``[T, num_kv_heads, v_head_dim]`` alike; not read of ``latent`` layers, where it is
             ``k[..., :v_head_dim]``.
 
         Raises
         ------
         ValueError
-            Before anything is written: if a shape, dtype, device or last stride is another.
+            Before anything is written: if k or v is missing, or a shape, dtype, device or last
+            stride is another.
         """
-        if slots.dtype != torch.int32 or slots.device != self.device:
+        config, count, device = self.layers[layer], slots.numel(), self.device
+        if slots.dtype not in _SLOTS or slots.device != device:
             raise ValueError(
-                f"slots must be int32 on {self.device}, got {slots.dtype} on {slots.device}"
+                f"slots must be int32 or int64 on {device}, got {slots.dtype} on {slots.device}"
             )
-        for name, new, cache in (("k", k, self.k[layer]), ("v", v, self.v[layer])):
-            shape = (slots.numel(), *cache.shape[1:])
-            expect(name, new, shape, self._dtype, cache.device)
+        k_size, v_size = config.head_dim, config.v_head_dim
+        if config.latent:
+            # with its values a latent key has every number once
+            if isinstance(k, Tensor):
+                k = as_heads("k", k, (count, 1, k_size), self._dtype, device)
+                k = k[..., :v_size], k[..., v_size:]
+            if k is not None:
+                v, k = k
+            k_size -= v_size
+        if not isinstance(k, Tensor) or v is None:
+            raise ValueError("k and v must be a tensor each, unless the layer is latent")
+        k = as_heads("k", k, (count, config.num_kv_heads, k_size), self._dtype, device)
+        v = as_heads("v", v, (count, config.num_kv_heads, v_size), self._dtype, device)
         require_rows(k=k, v=v)
         scales = self.scales[layer]
-        store_kv(
-            k[..., self._shared :],
-            v,
-            self._own_k[layer],
-            self.v[layer],
-            slots,
-            k_scale=scales.k,
-            v_scale=scales.v,
-        )
+        store_kv(k, v, self._own_k[layer], self.v[layer], slots, k_scale=scales.k, v_scale=scales.v)
 
     def store_packed(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from specattn.attention.layers import PackedAttend
+from specattn.attention.bound import PackedAttend
 from specattn.backends.base import CompositeAttention
 from specattn.batch import Phase, RowLayout
 from specattn.plan import AttnInputs, AttnPlan, causal_words, words_of
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.attention.layers import BoundLayers, LayeredBackend
+    from specattn.attention.bound import BoundLayers
+    from specattn.attention.layers import LayeredBackend
     from specattn.cache.kv_pool import KVPool
     from specattn.config import AttnConfig, SpecConfig
     from specattn.kernels.fused import Rotation

@@ -15,7 +15,7 @@ import torch
 from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.batch import DraftState, ForwardMode, Phase, RowLayout
 from specattn.buffers import fingerprint
-from specattn.plan import AttnInputs, AttnPlan, causal_words
+from specattn.plan import AttnInputs, AttnPlan, MultiStepDims, causal_words
 from specattn.speculative.draft import choose_tokens, propose, propose_along_chain
 from specattn.speculative.proposer import BoundProposer, ModelProposer
 from specattn.speculative.states import StateDims
@@ -181,7 +181,7 @@ def _drafting(proposer: EagleProposer, step: StepViews, lens: Tensor) -> MultiSt
     slots = buffers.window[:, lead : lead + width]
     drafting = MultiStepDraftBackend(
         proposer.slot.backend,
-        config,
+        MultiStepDims.of(config),
         step.table.req_to_token,
         len(step),
         step.indices,

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Self
 
-    from specattn.attention.layers import BoundLayers, LayeredBackend
+    from specattn.attention.bound import BoundLayers
+    from specattn.attention.layers import LayeredBackend
     from specattn.attention.multi_step import Indices
     from specattn.batch import AcceptResult, Candidates, Linked, Marginals
     from specattn.buffers import Fingerprint

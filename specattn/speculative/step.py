@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.attention.layers import BoundLayers
+    from specattn.attention.bound import BoundLayers
     from specattn.backends.base import Fillable
     from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers

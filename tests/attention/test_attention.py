@@ -539,7 +539,7 @@ def test_a_geometry_that_comes_late_is_bound_before_a_capture(backend, monkeypat
     forward.copy_in(tensor(host.rows), tensor(host.lens))
     layer = host.layer(attention)
     q, k, v = host.new(6)
-    monkeypatch.setattr("specattn.attention.layer.is_recording", lambda _: True)
+    monkeypatch.setattr("specattn.attention.layers.is_recording", lambda _: True)
     with pytest.raises(ValueError, match=r"before a capture.*window_left=20"):
         forward.attend(layer, q, k, v)
     monkeypatch.undo()

@@ -71,7 +71,7 @@ def test_storing_apart_gives_the_same(config):
     q = torch.randn(plan.out_slots.numel(), 4, config.head_dim, device=DEVICE).to(config.dtype)
     for layer in range(2):
         k, v = new_heads(config, len(q), layer)
-        apart.pool.store(layer, apart.slots, k, v)
+        pools[1].store(layer, apart.slots, k, v)
         assert torch.equal(whole(layer, q, k, v), apart(layer, q))
         assert torch.equal(pools[0].k[layer].float(), pools[1].k[layer].float())
 
@@ -83,6 +83,6 @@ def test_half_of_what_is_to_be_stored_is_refused():
     attend = LayeredBackend("torch_native", [config], pool, DEVICE).bind(plan_of(case))
     k, v = new_heads(config, len(case.q), 0)
     for given in ({"k": k}, {"v": v}):
-        with pytest.raises(ValueError, match="k and v must be given both, or neither"):
+        with pytest.raises(ValueError, match="k and v must be a tensor each"):
             attend(0, case.q, **given)
     assert not pool.k[0].any()

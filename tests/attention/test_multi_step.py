@@ -12,7 +12,7 @@ from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
-from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
+from specattn.plan import AttnInputs, AttnPlan, ExtendPlan, MultiStepDims
 from tests.filling import put
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,7 +32,11 @@ def build(name: str, indices: str, page_size: int = 1):
     pool.k.normal_()
     pool.v.normal_()
     layers = LayeredBackend(name, [HEADS], pool, DEVICE)
-    return table, rows, MultiStepDraftBackend(layers, CONFIG, table.req_to_token, 3, indices)
+    return (
+        table,
+        rows,
+        MultiStepDraftBackend(layers, MultiStepDims.of(CONFIG), table.req_to_token, 3, indices),
+    )
 
 
 def feed(bound, rows: list[int], lens: list[int]) -> None:
@@ -60,6 +64,7 @@ def test_golden_index_lists():
     table, rows, shared = build("torch_native", "csr")
     bound = shared.bind(2)
     feed(bound, rows[:2], [3, 5])
+    bound.plan.fill()
     bound.fill()
     for step in range(3):
         bound.fill_ancestors(step)
@@ -93,10 +98,12 @@ def test_lists_for_who_reads_the_table_alone_are_refused_by_name():
         with pytest.raises(
             UnsupportedError, match=rf"'{name}': index lists are not served \(indices='table'\)"
         ):
-            MultiStepDraftBackend(layers, CONFIG, table.req_to_token, 3, "csr")
+            MultiStepDraftBackend(layers, MultiStepDims.of(CONFIG), table.req_to_token, 3, "csr")
         with pytest.raises(ValueError, match="indices must be 'table' or 'csr', got 'lists'"):
-            MultiStepDraftBackend(layers, CONFIG, table.req_to_token, 3, "lists")
-        MultiStepDraftBackend(layers, CONFIG, table.req_to_token, 3, "table").bind(2)
+            MultiStepDraftBackend(layers, MultiStepDims.of(CONFIG), table.req_to_token, 3, "lists")
+        MultiStepDraftBackend(
+            layers, MultiStepDims.of(CONFIG), table.req_to_token, 3, "table"
+        ).bind(2)
 
 
 def test_one_sizing_function_covers_the_worst_case():
@@ -116,11 +123,12 @@ def test_lists_and_table_give_the_same_attention(name, page_size):
         _, rows, shared = build(name, indices, page_size)
         bound = shared.bind(3)
         feed(bound, rows, [3, 5, 0])
+        bound.plan.fill()
         bound.fill()
         for step in range(3):
             bound.fill_ancestors(step)
         bound.schedule(None)
-        pool = shared.backend.pool
+        pool = shared.layers.pool
         out = torch.full((3, 6, 4, 64), float("nan"), device=DEVICE)
         for step, layers in enumerate(bound.steps):
             layers.bounds[0].run(q, pool.k[0], pool.v[0], out[step])
@@ -132,7 +140,7 @@ def test_lists_and_table_give_the_same_attention(name, page_size):
 def test_an_idle_rank_gets_nothing_and_writes_nothing(name):
     """A batch of 0 requests, in every mode."""
     table, _, shared = build(name, "table")
-    layers = shared.backend
+    layers = shared.layers
     before = layers.pool.k.clone()
     plans = [
         AttnPlan.over(layout, table.req_to_token, AttnInputs.alloc(0, layout, DEVICE))

@@ -20,14 +20,16 @@ from specattn.attention.layers import LayeredBackend
 from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.backends import choose_backend, load_backend
 from specattn.backends.base import installed
+from specattn.backends.torch_native import TorchNativeBackend
 from specattn.batch import Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
 from specattn.kernels.indices import KeySlots, fill_block_table
-from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
+from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, MultiStepDims
 from specattn.testing.oracle import head
+from specattn.testing.session import config_of
 from tests import oracle
 from tests.backends import stand_ins
 from tests.backends.stand_ins import standing_in
@@ -173,7 +175,9 @@ def test_draft_steps_of_a_chain_over_a_slot_table(name):
     for which in ("torch_native", name):
         backend = "torch_native" if which == "torch_native" else standing_in(name)
         layers = LayeredBackend(backend, [heads], pool, DEVICE)
-        bound = MultiStepDraftBackend(layers, config, table.req_to_token, 3, "table").bind(3)
+        bound = MultiStepDraftBackend(
+            layers, MultiStepDims.of(config), table.req_to_token, 3, "table"
+        ).bind(3)
         inputs, dims = bound.plan.inputs, bound.plan.dims
         put(
             inputs,
@@ -182,6 +186,7 @@ def test_draft_steps_of_a_chain_over_a_slot_table(name):
             seq_lens=torch.tensor([page - 2, 0, page], **INT),
         )
         bound.schedule(torch.tensor([page - 2, 0, page], dtype=torch.int32))
+        bound.plan.fill()
         bound.fill()
         inputs.words.copy_(torch.tensor([1, 3, 7], device=DEVICE)[None, :, None, None])
         outs[which] = q.new_full((3, 3, heads.num_qo_heads, heads.v_head_dim), float("nan"))
@@ -348,10 +353,19 @@ def test_slots_past_the_last_whole_page_are_left_out():
 
 def test_pages_of_another_size_are_refused_before_anything_runs():
     """A pool of smaller pages would be read wrongly, not fail."""
-    pool = KVPool([AttnConfig(4, 2, 64)], 256, "cpu")
-    layers = LayeredBackend("torch_native", [AttnConfig(4, 2, 64)], pool, torch.device("cpu"))
-    layers.check_pages(1)
-    layers._page_size = load_backend("fa4").capabilities.page_size
+
+    class Paged(TorchNativeBackend):
+        name, capabilities = "paged", load_backend("fa4").capabilities
+
+    case = oracle.make_tree_case([40, 3], mode="chain", page_size=64, device=DEVICE)
+    config = config_of(case)
+    pool, message = KVPool([config], 256, DEVICE), "page_size must be a multiple of 128, got 64"
+    layers = LayeredBackend(Paged, [config], pool, DEVICE)
     layers.check_pages(256)
-    with pytest.raises(UnsupportedError, match="page_size must be a multiple of 128, got 64"):
+    with pytest.raises(UnsupportedError, match=message):
         layers.check_pages(64)
+    with pytest.raises(UnsupportedError, match=message):
+        layers.bind(plan_of(case))
+    layers = LayeredBackend("torch_native", [config], pool, DEVICE)
+    layers.check_pages(1)
+    layers.bind(plan_of(case))

@@ -17,7 +17,7 @@ from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
 from specattn.errors import UnsupportedError
-from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, causal_words
+from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, MultiStepDims, causal_words
 from specattn.testing.session import plan_of
 from tests import oracle
 from tests.attention.test_multi_step import feed
@@ -323,9 +323,12 @@ def test_draft_steps_read_words_written_after_the_fill(topk):
         pool.k.normal_()
         pool.v.normal_()
         layers = LayeredBackend(name, [heads], pool, DEVICE)
-        bound = MultiStepDraftBackend(layers, config, table.req_to_token, 3).bind(3)
+        bound = MultiStepDraftBackend(layers, MultiStepDims.of(config), table.req_to_token, 3).bind(
+            3
+        )
         words = known_words(bound, rows, topk)
         bound.schedule(None)
+        bound.plan.fill()
         bound.fill()
         bound.plan.inputs.words.copy_(words)
         q = torch.randn(3 * topk, 4, 64, device=DEVICE).to(BF16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -14,16 +14,17 @@ from specattn.backends.base import (
     CompositeAttention,
     IdleAttention,
     JointFill,
+    by_lengths_alone,
     fill_all,
 )
 from specattn.backends.hybrid import hybrid
 from specattn.backends.tbo import tbo
-from specattn.backends.triton import TritonBackend, TritonTree
+from specattn.backends.triton import TritonBackend, TritonCsr, TritonTree
 from specattn.backends.triton_mla import TritonMlaBackend
 from specattn.batch import ForwardMode
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
-from specattn.plan import AttnInputs, AttnPlan
+from specattn.plan import AttnInputs, AttnPlan, MultiStepDims
 from tests.filling import put
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +58,9 @@ def plan_of(mode: ForwardMode) -> AttnPlan:
 
 
 def drafts(layered: LayeredBackend, indices: str = "table"):
-    bound = MultiStepDraftBackend(layered, SPEC, table(), 8, indices).bind(len(LENS))
+    bound = MultiStepDraftBackend(layered, MultiStepDims.of(SPEC), table(), 8, indices).bind(
+        len(LENS)
+    )
     put(bound.plan.inputs, bound.plan.dims, **rows())
     return bound
 
@@ -107,6 +110,7 @@ def test_all_attention_of_a_step_is_one_launch(backend, plan_launches):
 @pytest.mark.parametrize("indices", ["table", "csr"])
 def test_the_drafts_of_a_step_are_one_launch(indices, plan_launches):
     bound = drafts(layers("triton"), indices)
+    bound.plan.fill()
     bound.fill()
     assert plan_launches == [(SPEC.num_draft_forwards * 2,)]
     filled = [found.clone() for found in tables_of(bound.steps)]
@@ -174,21 +178,25 @@ def test_each_is_filled_once_whatever_it_is_part_of():
 
 def test_later_layers_follow_those_that_share_their_attention(monkeypatch) -> None:
     """A layer is told that another one has been there since the plan was filled."""
-    honest, told = TritonTree.for_layer, {}
+    told, ran = {}, []
 
     def for_layer(bound, scales, *, prefetch):
-        found = honest(bound, scales, prefetch=prefetch)
+        found = replace(bound)
         told[id(found)] = prefetch
         return found
 
     monkeypatch.setattr(TritonTree, "for_layer", for_layer)
+    monkeypatch.setattr(TritonTree, "run", lambda bound, *_: ran.append(bound))
     layered = layers("triton", (LOCAL, GLOBAL, GLOBAL, LOCAL, LOCAL))
     bound = layered.bind(plan_of(ForwardMode.TARGET_VERIFY))
-    of_layers = [of_layer for of_layer, _ in bound.layers]
-    assert [told[id(b)] for b in of_layers] == [False, False, True, True, True]
-    assert [b.kernel.window_left for b in of_layers] == [40, -1, -1, 40, 40]
-    (lists,) = drafts(layers("triton", (GLOBAL, GLOBAL)), "csr").steps[:1]
-    assert lists.layers[0][0] is lists.layers[1][0]
+    for begin in (bound.fill, lambda: fill_all([bound]), lambda: by_lengths_alone([bound])):
+        begin()
+        for layer, own in enumerate(layered.layers):
+            heads = own.backend.config.num_qo_heads
+            bound(layer, torch.zeros(bound.num_tokens, heads, 64, device=DEVICE))
+        assert [told[id(b)] for b in ran] == [False, False, True, True, True]
+        assert [b.kernel.window_left for b in ran] == [40, -1, -1, 40, 40]
+        ran.clear()
 
 
 @pytest.mark.parametrize("indices", ["table", "csr"])
@@ -203,10 +211,12 @@ def test_heads_are_placed_early_after_attention_that_waits(monkeypatch, indices)
 
     def store(*args, prefetch: bool):
         seen.append(prefetch)
-        raise InterruptedError
+        return torch.zeros(bound.num_tokens, 4, 64, device=DEVICE)
 
     monkeypatch.setattr(type(layered.pool), "store_packed", store)
-    for layer in range(2):
-        with pytest.raises(InterruptedError):
+    monkeypatch.setattr(TritonCsr, "run", lambda *_: None)
+    for _ in range(2):
+        bound.fill()
+        for layer in range(2):
             bound.packed(layer, *[None] * 3)
-    assert seen == [False, indices == "table"]
+    assert seen == [False, indices == "table"] * 2

@@ -16,7 +16,7 @@ from specattn.batch import Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
-from specattn.plan import AttnPlan, ExtendPlan
+from specattn.plan import AttnPlan, ExtendPlan, MultiStepDims
 from tests.backends import fake_flashinfer as fake
 from tests.backends.flashinfer_cases import (
     BF16,
@@ -140,7 +140,9 @@ def test_draft_steps_equal_plain_torch(topk, kind, indices, options, page_size):
         pool.k.copy_(torch.randn(pool.k.shape).to(BF16))
         pool.v.copy_(torch.randn(pool.v.shape).to(BF16))
         layers = LayeredBackend(name, [heads], pool, torch.device(DEVICE))
-        shared = MultiStepDraftBackend(layers, config, table.req_to_token, 6, indices)
+        shared = MultiStepDraftBackend(
+            layers, MultiStepDims.of(config), table.req_to_token, 6, indices
+        )
         bound = shared.bind(5)  # the last row is padding
         q = torch.randn(3, 5 * topk, 4, 64).to(BF16).to(DEVICE, dtype)
         outs.append(drafted(bound, rows, lens, q)[:, : 4 * topk].double().cpu())
@@ -161,6 +163,7 @@ def drafted(bound, rows: list[int], lens: list[int], q: torch.Tensor) -> torch.T
     )
     inputs.words[: len(lens), 1:] = -1
     bound.schedule(torch.tensor([*lens, 0], dtype=torch.int32))
+    bound.plan.fill()
     bound.fill()
     generator = torch.Generator().manual_seed(3)
     out = torch.full_like(q, float("nan"))

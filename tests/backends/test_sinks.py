@@ -70,7 +70,7 @@ def test_a_layers_sinks_are_checked_before_anything_is_written():
     config = config_of(case)
     attend = layered(case, "torch_native", [config, replace(config, sinks=False)])
     q, k = case.q, torch.zeros_like(case.k_cache[:4])
-    before = attend.pool.k[0].clone()
+    before = attend.layers[0].pool.k[0].clone()
     for layer, sinks, message in (
         (0, None, r"sinks must be \[4\] floats in layer 0, got None"),
         (1, case.sinks, r"sinks must be None in layer 1, got \[4\]$"),
@@ -79,4 +79,4 @@ def test_a_layers_sinks_are_checked_before_anything_is_written():
     ):
         with pytest.raises(ValueError, match=message):
             attend(layer, q, k, k, sinks)
-    assert torch.equal(attend.pool.k[0].nan_to_num(7), before.nan_to_num(7))
+    assert torch.equal(attend.layers[0].pool.k[0].nan_to_num(7), before.nan_to_num(7))

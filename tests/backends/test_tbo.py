@@ -19,7 +19,7 @@ from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
-from specattn.plan import AttnInputs, AttnPlan, CsrPlan, ExtendPlan
+from specattn.plan import AttnInputs, AttnPlan, CsrPlan, ExtendPlan, MultiStepDims
 from tests.backends.spies import spy
 from tests.filling import put
 from tests.oracle import (
@@ -264,7 +264,9 @@ def test_draft_steps_are_split_alike(name, indices):
     q, outs = torch.randn(6, 4, 64, device=DEVICE).to(dtype), []
     for backend in (name, tbo(name)):
         layers = LayeredBackend(backend, [heads], pool, DEVICE)
-        bound = MultiStepDraftBackend(layers, spec, table.req_to_token, 3, indices).bind(3)
+        bound = MultiStepDraftBackend(
+            layers, MultiStepDims.of(spec), table.req_to_token, 3, indices
+        ).bind(3)
         lens = torch.tensor([3, 5, 0], dtype=torch.int32)
         put(
             bound.plan.inputs,
@@ -273,6 +275,7 @@ def test_draft_steps_are_split_alike(name, indices):
             req_pool_indices=torch.tensor(rows, device=DEVICE),
         )
         bound.schedule(lens)
+        bound.plan.fill()
         bound.fill()
         for step in range(3):
             bound.fill_ancestors(step)

@@ -15,7 +15,7 @@ from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import UnsupportedError
-from specattn.plan import ExtendPlan
+from specattn.plan import ExtendPlan, MultiStepDims
 from tests.attention.test_multi_step import feed
 from tests.tiny import DenseAttend, TinyTarget, dense_greedy
 from tests.tiny_mla import TinyMlaDraft, TinyMlaTarget, expand
@@ -135,7 +135,9 @@ def test_draft_steps_over_lists_and_table_agree(page_size):
             used = table.req_to_token[1:].flatten().long().unique()
             pool.k[0, used] = torch.randn(64, 1, 80).to(DEVICE)[: len(used)]
             layers = LayeredBackend(name, [heads], pool, DEVICE)
-            shared = MultiStepDraftBackend(layers, config, table.req_to_token, 3, indices)
+            shared = MultiStepDraftBackend(
+                layers, MultiStepDims.of(config), table.req_to_token, 3, indices
+            )
             outs.append(draft_steps(shared.bind(3), rows, q, pool))
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], rtol=1e-5, atol=1e-5)
@@ -143,6 +145,7 @@ def test_draft_steps_over_lists_and_table_agree(page_size):
 
 def draft_steps(bound, rows, q, pool) -> torch.Tensor:
     feed(bound, rows, [3, 5, 0])
+    bound.plan.fill()
     bound.fill()
     for step in range(3):
         bound.fill_ancestors(step)

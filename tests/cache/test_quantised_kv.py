@@ -98,7 +98,7 @@ def test_layers_of_one_geometry_share_a_backend_whatever_their_scales():
     scales = [KVScales(float(n), 1.0) for n in (1, 2, 3)]
     pool = KVPool([HEADS] * 3, 12, "cpu", kv_dtype=FLOAT8, scales=scales)
     layered = LayeredBackend("torch_native", pool.layers, pool, torch.device("cpu"))
-    assert len(layered.backends) == 1
+    assert len(layered.groups) == 1
 
 
 def test_layers_and_pool_must_agree():

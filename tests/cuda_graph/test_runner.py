@@ -132,7 +132,7 @@ def test_a_moved_table_is_a_capture_mismatch_that_names_it(backend):
 def test_a_layers_config_is_what_was_captured(backend, name):
     """A recorded graph has the layers' numbers in it; nobody can replace them but by force."""
     one, lens = world(backend, [2]), [4]
-    layer = one.step(ForwardMode.TARGET_VERIFY, 2).verify_attention.backends[-1]
+    layer = one.step(ForwardMode.TARGET_VERIFY, 2).verify_attention.layers[-1].backend
     with pytest.raises(AttributeError, match=r"config is read-only"):
         layer.config = replace(layer.config, **{name: 3})
     (captured,) = one.decoder.runner.ready((part_of(ForwardMode.TARGET_VERIFY),), 1)

@@ -17,7 +17,7 @@ from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.batch import ForwardMode
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
-from specattn.plan import AttnInputs, AttnPlan
+from specattn.plan import AttnInputs, AttnPlan, MultiStepDims
 from tests.worlds import BACKENDS, DEVICE
 
 HEADS = AttnConfig(2, 1, 16)
@@ -34,7 +34,8 @@ def test_padding_derives_no_negative_number(nodes):
         for name in ("req_pool_indices", "seq_lens", "positions", "tail_slots"):
             assert not inputs.tensors()[name].any(), name
     layers = LayeredBackend("torch_native", [HEADS], KVPool([HEADS], 4, DEVICE), DEVICE)
-    bound = MultiStepDraftBackend(layers, config, TABLE, 3, "csr").bind(3)
+    bound = MultiStepDraftBackend(layers, MultiStepDims.of(config), TABLE, 3, "csr").bind(3)
+    bound.plan.fill()
     bound.fill()
     for step in range(config.num_draft_forwards):
         assert bound.kv_indptr[step].tolist() == [0, step + 1, 2 * step + 2, 3 * step + 3]

@@ -17,6 +17,7 @@ from specattn.attention.layers import LayeredBackend
 from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
+from specattn.plan import MultiStepDims
 from tests.filling import put
 from tests.worlds import BACKENDS, DEVICE
 
@@ -31,7 +32,7 @@ def test_all_steps_and_layers_attend(backend, indices):
     pool = KVPool(LAYERS, 65, DEVICE)
     table = torch.arange(3 * 32, dtype=torch.int32, device=DEVICE).view(3, 32) % 65
     layers = LayeredBackend(backend, LAYERS, pool, DEVICE)
-    bound = MultiStepDraftBackend(layers, CONFIG, table, 2, indices).bind(2)
+    bound = MultiStepDraftBackend(layers, MultiStepDims.of(CONFIG), table, 2, indices).bind(2)
     put(
         bound.plan.inputs,
         bound.plan.dims,
@@ -39,6 +40,7 @@ def test_all_steps_and_layers_attend(backend, indices):
         seq_lens=torch.tensor([9, 0], dtype=torch.int32, device=DEVICE),
     )
     bound.schedule(torch.tensor([9, 0], dtype=torch.int32))
+    bound.plan.fill()
     bound.fill()
     assert len(bound.steps) == 3
     for step, attend in enumerate(bound.steps):

@@ -15,6 +15,7 @@ from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.batch import ForwardMode
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
+from specattn.plan import MultiStepDims
 from tests.worlds import DEVICE, inputs, part_of, world
 
 HEADS = AttnConfig(2, 1, 16)
@@ -24,7 +25,8 @@ def test_a_bucket_may_exceed_the_request_pool():
     config = SpecConfig(4, 2, 6, max_context_len=16, max_num_reqs=2)
     table = torch.zeros(3, 16, dtype=torch.int32, device=DEVICE)
     layers = LayeredBackend("torch_native", [HEADS], KVPool([HEADS], 64, DEVICE), DEVICE)
-    bound = MultiStepDraftBackend(layers, config, table, 12, "csr").bind(12)
+    bound = MultiStepDraftBackend(layers, MultiStepDims.of(config), table, 12, "csr").bind(12)
+    bound.plan.fill()
     bound.fill()
     for step, attend in enumerate(bound.steps):
         assert len(attend.plan.kv_indptr) == 12 * 2 + 1

@@ -30,9 +30,7 @@ def test_the_capture_is_the_one_asked_for(backend, record):
             for step, attend in enumerate(one.step(mode, bucket).attention(mode)):
                 assert attend.plan.layout == CONFIG.layout(mode, step)
                 assert attend.plan.batch == bucket
-                for of_layer in attend.backends:
-                    assert type(of_layer).__module__.startswith(chosen.__module__)
-                for of_layer in attend.backends:
-                    assert type(of_layer).__module__ == chosen.__module__
+                for layer in attend.layers:
+                    assert type(layer.backend).__module__ == chosen.__module__
                 for one_bound in attend.bounds:
                     assert one_bound.plan is attend.plan

@@ -19,6 +19,7 @@ from specattn.attention.layers import LayeredBackend
 from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
+from specattn.plan import MultiStepDims
 from tests.filling import put
 from tests.worlds import BACKENDS, DEVICE
 
@@ -35,7 +36,7 @@ def build(backend: str, indices: str, parents: list[list[int]]):
     pool.k.normal_()
     pool.v.normal_()
     layers = LayeredBackend(backend, [HEADS], pool, DEVICE)
-    bound = MultiStepDraftBackend(layers, config, table, 1, indices).bind(1)
+    bound = MultiStepDraftBackend(layers, MultiStepDims.of(config), table, 1, indices).bind(1)
     put(
         bound.plan.inputs,
         bound.plan.dims,
@@ -48,6 +49,7 @@ def build(backend: str, indices: str, parents: list[list[int]]):
     words = torch.tensor([[sum(1 << node for node in path) for path in row] for row in paths])
     bound.plan.inputs.words.copy_(words[None, :, :, None])
     bound.schedule(torch.tensor([PREFIX], dtype=torch.int32))
+    bound.plan.fill()
     bound.fill()
     for step in range(steps):
         bound.fill_ancestors(step)
@@ -69,7 +71,7 @@ def test_a_branch_attends_as_its_path_alone(backend, indices):
     rng = random.Random(4)
     beams = [[2, 1, 0], [0, 0, 0], [rng.randrange(3) for _ in range(3)]]
     bound, paths, slots = build(backend, indices, beams)
-    pool = bound.steps[0].pool
+    pool = bound.steps[0].layers[0].pool
     for step, attend in enumerate(bound.steps):
         q = torch.randn(3, 2, 16, device=DEVICE)
         out = torch.full_like(q, torch.nan)

@@ -109,7 +109,7 @@ def test_debugging_compares_what_nobody_can_replace_but_by_force(wanted):
                 with pytest.raises(CaptureMismatch, match=rf"{owner}\.{name} changed since"):
                     step.run()
             object.__setattr__(buffers, name, tensor)
-    layer = step.one.decoder.target.backend.backends[0].config
+    layer = step.one.decoder.target.backend.layers[0].backend.config
     scale = layer.sm_scale
     object.__setattr__(layer, "sm_scale", 0.5)
     with pytest.raises(CaptureMismatch, match=r"AttnConfig\[0\]\.sm_scale changed since capture"):

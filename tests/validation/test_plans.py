@@ -11,7 +11,7 @@ from specattn import KVPool
 from specattn.attention.layers import LayeredBackend
 from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.batch import AcceptResult, ForwardMode
-from specattn.plan import AttnInputs, AttnPlan, CsrPlan, ExtendPlan
+from specattn.plan import AttnInputs, AttnPlan, CsrPlan, ExtendPlan, MultiStepDims
 from tests.validation.steps import HEADS, Failing, i32, ints
 from tests.worlds import CONFIG, DEVICE, world
 
@@ -127,8 +127,8 @@ def test_commits_are_refused_before_anything_moves():
     for slots, message in wrong:
         with pytest.raises(ValueError, match=message):
             pool.commit(slots, kept)
-    with pytest.raises(ValueError, match=r"slots must be int32 .* got torch.int64"):
-        pool.store(0, ints(2, 1), before[0, :2], before[0, :2])
+    with pytest.raises(ValueError, match=r"slots must be int32 or int64 .* got torch.float32"):
+        pool.store(0, ints(2, 1).float(), before[0, :2], before[0, :2])
     assert torch.equal(pool.k, before)
     pool.commit(torch.arange(20, 38, dtype=i32, device=DEVICE).view(2, 9), kept)
 
@@ -136,7 +136,9 @@ def test_commits_are_refused_before_anything_moves():
 def test_a_batch_above_the_buffers_is_not_cut_short():
     """A slice would be: the last requests would be missing, without a word."""
     one = world("torch_native", [1])
-    steps = MultiStepDraftBackend(one.decoder.draft.backend, CONFIG, one.table.req_to_token, 4)
+    steps = MultiStepDraftBackend(
+        one.decoder.draft.backend, MultiStepDims.of(CONFIG), one.table.req_to_token, 4
+    )
     for batch in (5, -1):
         with pytest.raises(ValueError, match=rf"batch must be 0\.\.4, got {batch}"):
             steps.bind(batch)

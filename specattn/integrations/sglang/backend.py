@@ -15,7 +15,7 @@ from specattn.masks import qlen_from_full
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.attention import DraftForwards, Forward
+    from specattn.attention import BoundLayers, BoundMultiStep
 
 
 class VerifyBuffers(list[Any]):
@@ -35,7 +35,7 @@ class LayerBackend(AttentionBackend):
 
     #: nothing here reads a length on the host
     needs_cpu_seq_lens = False
-    forward_metadata: Forward | None = None
+    forward_metadata: BoundLayers | None = None
 
     def __init__(self, runner: Any, layers: Layers) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class LayerBackend(AttentionBackend):
             k = v = None
         elif self.layers.latent:
             v = None
-        count, rows = forward.store_slots.numel(), q.shape[0]
+        count, rows = forward.num_tokens, q.shape[0]
         out = q.new_empty(rows, layer.tp_q_head_num * layer.v_head_dim)
         # of a prompt padded to a captured number of tokens
         out[count:].zero_()
@@ -204,7 +204,7 @@ class SpecAttnBackend(LayerBackend):
             return RowLayout(n, n, Phase.PREFILL, True, page), n
         return None, 0
 
-    def _prompts(self, forward_batch: Any) -> Forward:
+    def _prompts(self, forward_batch: Any) -> BoundLayers:
         new = forward_batch.extend_seq_lens_cpu
         return self.layers.attention.prompts(
             forward_batch.req_pool_indices,
@@ -241,7 +241,7 @@ class SpecAttnDraft(AttentionBackend):
         self.topk, self.num_steps = topk, num_steps
         self.layers = Layers(runner)
         self.attn_backends = [LayerBackend(runner, self.layers) for _ in range(num_steps - 1)]
-        self._forwards: DraftForwards | None = None
+        self._forwards: BoundMultiStep | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make room for captured batches that are larger than the request table."""
@@ -265,7 +265,7 @@ class SpecAttnDraft(AttentionBackend):
             step.forward_metadata = forward
         SpecAttnDraft.running = self
 
-    def _made(self, rows: int) -> DraftForwards:
+    def _made(self, rows: int) -> BoundMultiStep:
         page = self.layers.page_size
         return self.layers.attention.draft(self.num_steps - 1, self.topk, rows, page_size=page)
 

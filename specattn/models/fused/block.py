@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from specattn.attention.layers import PackedAttend
+from specattn.attention.bound import PackedAttend
 from specattn.errors import ModelError
 from specattn.kernels.fused import (
     Rotation,

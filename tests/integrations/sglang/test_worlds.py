@@ -13,7 +13,7 @@ from tests.integrations.sglang import INSTALLED
 if INSTALLED:
     from tests.integrations.sglang import operators  # noqa: F401, I001
     from tests.integrations.sglang import worlds
-    from specattn.attention import DraftForwards, Forward, Layer
+    from specattn.attention import BoundLayers, BoundMultiStep, Layer
     from specattn.errors import UnsupportedError
     from specattn.integrations.sglang import backend
 
@@ -87,8 +87,8 @@ def test_a_head_that_no_kernel_serves_is_refused(monkeypatch):
 
 
 def without(name):
-    """Return `Forward.copy_in` without one of its arguments."""
-    real = Forward.copy_in
+    """Return `BoundLayers.copy_in` without one of its arguments."""
+    real = BoundLayers.copy_in
 
     def copy_in(self, *args, **options):
         args = list(args)
@@ -106,8 +106,8 @@ def step_major(self, rows, seq_lens, slots):
 
 
 if INSTALLED:
-    real = DraftForwards.copy_in
-    grow = DraftForwards.grow
+    real = BoundMultiStep.copy_in
+    grow = BoundMultiStep.grow
     in_graph = backend.SpecAttnBackend.init_forward_metadata_in_graph
 
 
@@ -130,7 +130,7 @@ def stale(self, batch):
 #: What each mutant replaces, by what, and the check that must fail with it.
 MUTANTS = {
     "causal words in verify": lambda: (
-        patch.object(Forward, "copy_in", without("mask")),
+        patch.object(BoundLayers, "copy_in", without("mask")),
         lambda: worlds.check_tree(8),
     ),
     "FULL read as QLEN_ONLY": lambda: (
@@ -142,7 +142,7 @@ MUTANTS = {
         lambda: worlds.check_tree(8, graph=True),
     ),
     "lengths off by one": lambda: (
-        patch.object(Forward, "copy_in", without("counted")),
+        patch.object(BoundLayers, "copy_in", without("counted")),
         lambda: worlds.check_decode(),
     ),
     "KV not stored": lambda: (
@@ -150,11 +150,11 @@ MUTANTS = {
         lambda: worlds.check_tree(8),
     ),
     "own-branch words": lambda: (
-        patch.object(DraftForwards, "grow", own_branch),
+        patch.object(BoundMultiStep, "grow", own_branch),
         lambda: worlds.check_draft(4, 4),
     ),
     "slots in another order": lambda: (
-        patch.object(DraftForwards, "copy_in", step_major),
+        patch.object(BoundMultiStep, "copy_in", step_major),
         lambda: worlds.check_draft(4, 4),
     ),
 }
