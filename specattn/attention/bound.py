@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,32 +27,8 @@ if TYPE_CHECKING:
     from specattn.plan import Plan
 
 
-class PackedAttend(ABC):
-    """An `Attend` that also takes heads as one matrix product leaves them."""
-
-    @property
-    @abstractmethod
-    def slots(self) -> Tensor:
-        """``[B, q]`` int32: where the forward's keys and values go."""
-
-    @abstractmethod
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attend as `specattn.speculative.model.Attend` does."""
-
-    @abstractmethod
-    def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
-        """Attend with heads that are not rotated yet; see `BoundLayers.packed`."""
-
-
 @dataclass(eq=False)
-class BoundLayers(CompositeAttention, PackedAttend):
+class BoundLayers(CompositeAttention):
     """Layers bound to a forward: the `Attend` of a model.
 
     `Layers.bind` makes it. Layers attend one after another, on one stream. Those after the first

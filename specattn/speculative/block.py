@@ -14,8 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from specattn.attention.bound import PackedAttend
-from specattn.backends.base import CompositeAttention
 from specattn.batch import Phase, RowLayout
 from specattn.plan import AttnInputs, AttnPlan, causal_words, words_of
 
@@ -176,89 +174,53 @@ class BlockDraftModel(Protocol):
         """Map draft token ids, int64 of any shape, to target token ids."""
 
 
-@dataclass(frozen=True)
-class BlockAttention(CompositeAttention, PackedAttend):
-    """The `Attend` of a block draft: a plan per view.
+def bind_block(
+    backend: LayeredBackend,
+    views: Sequence[BlockView],
+    req_to_token: Tensor,
+    *,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    positions: Tensor,
+    anchors: Tensor,
+    slots: Tensor,
+    page_size: int = 1,
+) -> BoundLayers:
+    """Plan a bucket's forward, and bind the layers to it, a plan per view.
 
-    `bind` makes one.
+    Parameters
+    ----------
+    backend : LayeredBackend
+        The draft's attention over its pool.
+    views : sequence of BlockView
+        One per layer.
+    req_to_token : Tensor
+        ``[rows, max_context_len]`` int32.
+    req_pool_indices, seq_lens : Tensor
+        ``[B]`` int64 and int32.
+    positions, anchors : Tensor
+        ``[B, n]`` int64, of the block's tokens, and of the block's first token for each of them;
+        may have a row stride. Read under windows only.
+    slots : Tensor
+        ``[B, n]`` int32, where the block's keys and values go; may have a row stride.
+    page_size : int
+        As in `RowLayout`.
+
+    Raises
+    ------
+    ValueError
+        If a view that is not causal has windows of its own: no backend looks ahead by position.
     """
-
-    bounds: tuple[BoundLayers, ...]
-    kinds: tuple[int, ...]
-
-    @classmethod
-    def bind(
-        cls,
-        backend: LayeredBackend,
-        views: Sequence[BlockView],
-        req_to_token: Tensor,
-        *,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        positions: Tensor,
-        anchors: Tensor,
-        slots: Tensor,
-        page_size: int = 1,
-    ) -> BlockAttention:
-        """Plan a bucket's forward, and bind the layers to it.
-
-        Parameters
-        ----------
-        backend : LayeredBackend
-            The draft's attention over its pool.
-        views : sequence of BlockView
-            One per layer.
-        req_to_token : Tensor
-            ``[rows, max_context_len]`` int32.
-        req_pool_indices, seq_lens : Tensor
-            ``[B]`` int64 and int32.
-        positions, anchors : Tensor
-            ``[B, n]`` int64, of the block's tokens, and of the block's first token for each of
-            them; may have a row stride. Read under windows only.
-        slots : Tensor
-            ``[B, n]`` int32, where the block's keys and values go; may have a row stride.
-        page_size : int
-            As in `RowLayout`.
-
-        Raises
-        ------
-        ValueError
-            If a view that is not causal has windows of its own: no backend looks ahead by position.
-        """
-        if any(not (view.causal or view.anchored) for view in views):
-            raise ValueError("a view must be causal or anchored: no window looks ahead")
-        windowed = any(layer.window_left >= 0 for layer in backend.pool.layers)
-        distinct, (batch, size), bounds = list(dict.fromkeys(views)), positions.shape, []
-        for view in distinct:
-            # causal kernels have windows of their own
-            causal = view.causal and not (view.anchored and windowed)
-            layout = RowLayout(size, size, Phase.DRAFT, causal, page_size)
-            words = view.words(size).to(positions.device).repeat(batch, 1, 1)
-            seen = anchors if view.anchored else positions
-            inputs = AttnInputs(req_pool_indices, seq_lens, seen, slots, words)
-            bounds.append(backend.bind(AttnPlan.over(layout, req_to_token, inputs)))
-        return cls(tuple(bounds), tuple(map(distinct.index, views)))
-
-    def parts(self) -> tuple[BoundLayers, ...]:
-        """Return the plans' attentions."""
-        return self.bounds
-
-    @property
-    def slots(self) -> Tensor:
-        """``[B, n]`` int32: where the block's keys and values go."""
-        return self.bounds[0].slots
-
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attend in ``layer``, by the plan of its view; see `Attend`."""
-        return self.bounds[self.kinds[layer]](layer, q, k, v, sinks)
-
-    def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
-        """Attend with heads that are not rotated yet; see `PackedAttend.packed`."""
-        return self.bounds[self.kinds[layer]].packed(layer, parts, positions, rotation)
+    if any(not (view.causal or view.anchored) for view in views):
+        raise ValueError("a view must be causal or anchored: no window looks ahead")
+    windowed = any(layer.window_left >= 0 for layer in backend.pool.layers)
+    distinct, (batch, size), plans = list(dict.fromkeys(views)), positions.shape, []
+    for view in distinct:
+        # causal kernels have windows of their own
+        causal = view.causal and not (view.anchored and windowed)
+        layout = RowLayout(size, size, Phase.DRAFT, causal, page_size)
+        words = view.words(size).to(positions.device).repeat(batch, 1, 1)
+        seen = anchors if view.anchored else positions
+        inputs = AttnInputs(req_pool_indices, seq_lens, seen, slots, words)
+        plans.append(AttnPlan.over(layout, req_to_token, inputs))
+    return backend.bind(*plans, views=[distinct.index(view) for view in views])

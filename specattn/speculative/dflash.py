@@ -14,7 +14,7 @@ import torch
 
 from specattn.batch import Marginals
 from specattn.kernels.sampling import DRAFT, draw_tokens, target_probs, top_tokens, uniform
-from specattn.speculative.block import BlockAttention, ContextStore
+from specattn.speculative.block import ContextStore, bind_block
 from specattn.speculative.proposer import BoundProposer, ModelProposer
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class BoundDFlash(BoundProposer):
         # the first launch writes the bonus token, and the length into every column of anchors
         self.gathers = {"bonus_tokens": self.block_ids[:, :1]}
         self.positions = anchors = step.buffer("anchors", torch.zeros_like(masks)[None])
-        self._attend = BlockAttention.bind(
+        self._attend = bind_block(
             proposer.slot.backend,
             block.views,
             step.table.req_to_token,
@@ -108,7 +108,7 @@ class BoundDFlash(BoundProposer):
             slots=buffers.window[:, :size],
             page_size=config.page_size,
         )
-        self.proposing = self._attend.parts()
+        self.proposing = (self._attend,)
         places = torch.arange(config.num_steps, device=step.device) + block.first_draft
         first = torch.arange(len(step), device=step.device)[:, None] * size
         self._rows = (first + places).flatten()

@@ -25,7 +25,7 @@ from bench.tools.train_pair.train_dflash import (
 from bench.tools.train_pair.train_head import OnPolicy, on_policy_rows
 from specattn.cache.kv_pool import KVPool
 from specattn.models import HFTarget, load_dflash
-from specattn.speculative.block import BlockAttention, ContextStore
+from specattn.speculative.block import ContextStore, bind_block
 from specattn.speculative.model import ModelSlot
 
 MASK = 200
@@ -68,7 +68,7 @@ def test_the_dense_head_is_the_head_that_is_loaded(model, tmp_path):
         head.combine(features), torch.arange(30), ContextStore(pool, slots[None, :30])
     )
     positions = anchors[0][:, None] + torch.arange(size)
-    attention = BlockAttention.bind(
+    attention = bind_block(
         ModelSlot.of(head, pool, "torch_native").backend,
         head.block.views,
         table,

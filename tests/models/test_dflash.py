@@ -14,7 +14,7 @@ from bench.random_models import random_dflash, random_target
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import ModelError
 from specattn.models import FeatureSpec, FusedDFlash, HFTarget, load_dflash
-from specattn.speculative.block import BlockAttention, BlockShape, BlockView, ContextStore
+from specattn.speculative.block import BlockShape, BlockView, ContextStore, bind_block
 from specattn.speculative.model import ModelSlot
 from tests.implementations import using
 from tests.models.conftest import TINY
@@ -131,7 +131,7 @@ def run(head: Any, features: torch.Tensor, pasts: list[int], *, backend: str) ->
     with using("naive" if backend == "torch_native" else "triton"):
         store = ContextStore(pool, slots[None, :text])
         head.write_context(head.combine(features), torch.arange(text, device=DEVICE), store)
-        attention = BlockAttention.bind(
+        attention = bind_block(
             ModelSlot.of(head, pool, backend).backend,
             head.block.views,
             table,
@@ -278,7 +278,7 @@ def test_a_window_that_looks_ahead_is_refused(target, tmp_path) -> None:
     pool = KVPool(head.layers, 8, "cpu")
     some = torch.zeros(1, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="must be causal or anchored"):
-        BlockAttention.bind(
+        bind_block(
             ModelSlot.of(head, pool, "torch_native").backend,
             [BlockView(causal=False, anchored=False)] * 2,
             some,
@@ -376,7 +376,7 @@ def test_a_replay_reads_lengths_and_context_of_then(target, tmp_path, fused) -> 
     lens = torch.tensor([3, 9, 20], dtype=torch.int32, device="cuda")
     positions = lens.long()[:, None] + torch.arange(size, device="cuda")
     slots, anchors = table.gather(1, positions), positions[:, :1].repeat(1, size)
-    attention = BlockAttention.bind(
+    attention = bind_block(
         ModelSlot.of(head, pool, "triton").backend,
         head.block.views,
         table,

@@ -23,7 +23,7 @@ from specattn.models import (
     load_draft,
 )
 from specattn.plan import AttnInputs, AttnPlan
-from specattn.speculative.block import BlockAttention, ContextStore
+from specattn.speculative.block import ContextStore, bind_block
 from specattn.speculative.model import ModelSlot
 from tests.implementations import using
 
@@ -100,7 +100,7 @@ def test_dflash(case, backend, fused) -> None:
             head.combine(vectors["features"]), torch.arange(text, device=DEVICE), store
         )
         slot = ModelSlot.of(head, pool, backend)
-        attention = BlockAttention.bind(
+        attention = bind_block(
             slot.backend,
             head.block.views,
             table,

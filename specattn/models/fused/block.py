@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from specattn.attention.bound import PackedAttend
+from specattn.attention.bound import BoundLayers
 from specattn.errors import ModelError
 from specattn.kernels.fused import (
     Rotation,
@@ -130,7 +130,7 @@ class Block:
         Returns the norm of the new stream, and the stream, ``[R, H]`` each.
         """
         parts = project(x, self.qkv)
-        if isinstance(attend, PackedAttend):
+        if isinstance(attend, BoundLayers):
             out = attend.packed(layer, parts, positions, self.rotation)
         else:
             out = attend(layer, *self._heads(parts, positions))
