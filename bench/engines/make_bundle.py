@@ -39,14 +39,17 @@ WHEELS = {
     "flashinfer-python": "0.6.12",
     "apache-tvm-ffi": "0.1.11",
 }
-# what `sglang.Engine` imports at start; found by importing it
+# what `sglang.Engine` and its server import at start; found by importing them
 NEEDS = (
     "annotated-types",
+    "attrs",
     "compressed-tensors",
     "dill",
     "distro",
     "fastapi",
     "gguf",
+    "jsonschema",
+    "jsonschema-specifications",
     "loguru",
     "msgspec",
     "openai==2.6.1",
@@ -58,6 +61,8 @@ NEEDS = (
     "pydantic-core==2.50.5",
     "python-multipart",
     "pyzmq",
+    "referencing",
+    "rpds-py",
     "setproctitle",
     "sniffio",
     "starlette",
@@ -67,7 +72,7 @@ NEEDS = (
 )
 PLATFORMS = ("2014", "_2_17", "_2_27", "_2_28", "_2_34")
 # parts of SGLang that its engine does without
-DROP = ("multimodal_gen", "test", "benchmark", "eval", "srt/grpc", "jit_kernel/tests")
+DROP = ("multimodal_gen", "test", "eval", "srt/grpc", "jit_kernel/tests")
 MODELS = {
     *("__init__.py", "registry.py", "utils.py", "llama.py", "llama_eagle.py", "llama_eagle3.py"),
     *("qwen2.py", "qwen3.py", "deepseek_common"),
@@ -253,6 +258,11 @@ def stub_ipython(site: Path) -> None:
     (folder / "display.py").write_text("HTML = display = clear_output = lambda *a, **k: None\n")
 
 
+def stub_soundfile(site: Path) -> None:
+    """SGLang's server imports it to decode speech."""
+    (site / "soundfile.py").write_text("")
+
+
 def stub_sparse_attention(site: Path) -> None:
     """Stand in for DeepSeek's sparse attention, which imports the CUTLASS DSL (200 MB).
 
@@ -341,6 +351,7 @@ def main() -> None:
         unpack(download(requirement, wheels), site)
     sglang(site, wheels)
     stub_ipython(site)
+    stub_soundfile(site)
     stub_sparse_attention(site)
     build(site, wheels)
     for folder in (*site.rglob("__pycache__"), *site.rglob("tests")):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # a job that has less than this left is not started; what a start may take; how often jobs are
 # looked after
-LEAST, START, PAUSE = 40.0, 110.0, 0.1
+LEAST, START, PAUSE = 40.0, 140.0, 0.1
 # lines of a failed job's log that are printed
 SHOWN = 60
 

@@ -10,13 +10,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Line = dict[str, Any]
-SIDES = ("fa3", "triton", "flashinfer", "specattn", "own")
-OURS = "specattn"
+#: Sides of SGLang's own, then those with ours in them.
+THEIRS, OURS = ("fa3", "triton", "flashinfer"), ("specattn", "steps")
+SIDES = (*THEIRS, *OURS, "own")
 HEADS = {
     "fa3": "SGLang fa3",
     "triton": "SGLang triton",
     "flashinfer": "SGLang flashinfer",
     "specattn": "SGLang specattn",
+    "steps": "SGLang SPECATTN",
     "own": "our `Engine`",
 }
 
@@ -34,14 +36,15 @@ def table(lines: list[Line]) -> str:
             place = line["setting"], line["batch"], line["context"]
             cells.setdefault(place, {})[line["side"]] = line
     sides = [side for side in SIDES if any(side in cell for cell in cells.values())]
-    heads = [*(HEADS[side] for side in sides), "SGLang's best / ours"]
+    ours = [side for side in OURS if side in sides]
+    heads = [*(HEADS[side] for side in sides), *(f"best / {side}" for side in ours)]
     rows = [
         "| setting | batch x context | " + " | ".join(heads) + " |",
         "|" + "---|" * (len(heads) + 2),
     ]
     for (setting, batch, context), cell in sorted(cells.items()):
         texts = [_cell(cell.get(side)) for side in sides]
-        row = [setting, f"{batch} x {context}", *texts, _gain(cell)]
+        row = [setting, f"{batch} x {context}", *texts, *(_gain(cell, side) for side in ours)]
         rows.append("| " + " | ".join(row) + " |")
     return "\n".join(rows)
 
@@ -50,11 +53,12 @@ def _cell(line: Line | None) -> str:
     return "" if line is None else f"{line['ms']:.2f} ms, {line['tokens_per_s']:.0f}/s"
 
 
-def _gain(cell: dict[str, Line]) -> str:
-    others = [line["ms"] for side, line in cell.items() if side not in (OURS, "own")]
-    if OURS not in cell or not others:
+def _gain(cell: dict[str, Line], side: str) -> str:
+    """Return how many times as fast a side is as the best of SGLang's own."""
+    others = [cell[their]["ms"] for their in THEIRS if their in cell]
+    if side not in cell or not others:
         return ""
-    return f"{min(others) / cell[OURS]['ms']:.2f}"
+    return f"{min(others) / cell[side]['ms']:.2f}"
 
 
 def compared(lines: list[Line]) -> list[str]:

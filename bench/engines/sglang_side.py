@@ -1,4 +1,4 @@
-"""SGLang's engine, with an attention backend of its own or with ours."""
+"""SGLang's engine, with attention of its own or ours, or with our steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zlib
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bench.engines.cells import SETTINGS, SPARE, WARM, write_models
+from bench.engines.cells import SETTINGS, SPARE, STEPS, WARM, write_models
 from bench.engines.decode_log import summary
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from bench.engines.child import Turn
 
 SHORT_LAYERS, LAYERS = 8, 32
+# what runs the prompts where steps are ours
+PROMPTS_BY = "fa3"
 # decode steps between two lines of SGLang's log
 INTERVAL = 8
 PAIR_CONTEXT, PAIR_TOKENS = 1024, 96
@@ -32,13 +34,13 @@ PROMPTS = (
 
 
 def options(job: Job, models: tuple[Path, Path]) -> dict[str, Any]:
-    """Return the engine's arguments; those of all backends are the same but for the backend."""
+    """Return the engine's arguments; sides differ in backend and algorithm alone."""
     steps, topk, nodes, gained = SETTINGS[job.setting]
     # jobs that start together must not share ports
     port = 20000 + 8 * (zlib.crc32(job.name.encode()) % 1000)
     found: dict[str, Any] = {
         "model_path": str(models[0]),
-        "attention_backend": job.side,
+        "attention_backend": PROMPTS_BY if job.side == STEPS else job.side,
         "dtype": "bfloat16",
         "grammar_backend": "none",
         "sampling_backend": "pytorch",
@@ -67,7 +69,7 @@ def options(job: Job, models: tuple[Path, Path]) -> dict[str, Any]:
         }
     if steps:
         found |= {
-            "speculative_algorithm": "EAGLE3",
+            "speculative_algorithm": "SPECATTN" if job.side == STEPS else "EAGLE3",
             "speculative_draft_model_path": str(models[1]),
             "speculative_num_steps": steps,
             "speculative_eagle_topk": topk,
@@ -75,6 +77,8 @@ def options(job: Job, models: tuple[Path, Path]) -> dict[str, Any]:
         }
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         found |= {"device": "cpu", "dtype": "float32", "disable_cuda_graph": True}
+        if job.side == STEPS:
+            found["attention_backend"] = "torch_native"
     return found
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from bench.engines import cells, report
-from bench.engines.cells import OWN, PLACES, SETTINGS, WARM, Job
+from bench.engines import cells, report, serving
+from bench.engines.cells import OWN, PLACES, SETTINGS, STEPS, WARM, Job
 from bench.engines.child import Turn
 from bench.engines.decode_log import intervals, steady, summary
 from bench.engines.own_side import make, measure
@@ -102,11 +102,8 @@ def test_what_a_log_must_hold(text, message):
 
 def test_the_most_telling_job_comes_first():
     jobs = cells.bench_jobs()
-    assert [(job.side, job.setting) for job in jobs[:3]] == [
-        ("fa3", "tree"),
-        ("specattn", "tree"),
-        (OWN, "tree"),
-    ]
+    sides = ("fa3", "specattn", STEPS, OWN)
+    assert [(job.side, job.setting) for job in jobs[:4]] == [(side, "tree") for side in sides]
     assert jobs[0].places[0] == (16, 4096)
     names = [job.name for job in (*jobs, *cells.smoke_jobs())]
     assert len(set(names)) == len(names)
@@ -123,11 +120,15 @@ def test_room_holds_the_largest_place():
     assert job.room(gained) >= max(b * (c + (job.steps + WARM) * gained) for b, c in PLACES)
 
 
-def test_all_backends_get_the_same_options(tmp_path):
+def test_all_sides_get_the_same_options(tmp_path):
     models = cells.write_models(tmp_path, 2)
-    one, other = (options(Job(side, "tree"), models) for side in ("fa3", "specattn"))
+    sides = "fa3", "specattn", STEPS
+    one, other, steps = (options(Job(side, "tree"), models) for side in sides)
+    ports = {"port", "nccl_port"}
     differ = {name for name in one if one[name] != other[name]}
-    assert differ == {"attention_backend", "port", "nccl_port"}
+    assert differ - ports == {"attention_backend"}
+    differ = {name for name in one if one[name] != steps[name]}
+    assert differ - ports == {"speculative_algorithm"}
     assert one["speculative_num_draft_tokens"] == 16
     assert one["max_total_tokens"] >= 64 * 4096
     assert "speculative_algorithm" not in options(Job("fa3", "plain"), models)
@@ -192,11 +193,12 @@ def test_places_without_time_are_recorded(tmp_path, monkeypatch):
 def test_table_and_gain():
     lines = [
         {"side": side, "setting": "tree", "batch": 16, "context": 4096, "ms": ms, "tokens_per_s": 9}
-        for side, ms in (("fa3", 12.0), ("triton", 15.0), ("specattn", 10.0), ("own", 8.0))
+        for side, ms in (("fa3", 12.0), ("triton", 15.0), ("specattn", 10.0), ("steps", 6.0))
     ]
     text = report.table([*lines, {"side": "fa3", "setting": "chain", "error": "out of time"}])
     assert text.splitlines()[-1] == (
-        "| tree | 16 x 4096 | 12.00 ms, 9/s | 15.00 ms, 9/s | 10.00 ms, 9/s | 8.00 ms, 9/s | 1.20 |"
+        "| tree | 16 x 4096 | 12.00 ms, 9/s | 15.00 ms, 9/s | 10.00 ms, 9/s | 6.00 ms, 9/s | 1.20 "
+        "| 2.00 |"
     )
     assert len(text.splitlines()) == 3
 
@@ -243,3 +245,23 @@ def test_our_engine_gains_what_is_forced(setting):
     if not int(forced.shallow.sum()):
         assert found["gained"] == pytest.approx(gained, abs=0.2)
     assert found["tokens_per_s"] == pytest.approx(2e3 * found["gained"] / found["ms"], rel=0.01)
+
+
+def test_servers_get_the_same_options(tmp_path):
+    models = cells.write_models(tmp_path, 2)
+    fa3, steps = (serving.server_options(one, "tree", models, pair=False) for one in serving.SIDES)
+    ports = {fa3[fa3.index(f"--{name}") + 1] for name in ("port", "nccl-port")}
+    assert {one for one in fa3 if one not in steps} - ports == {"EAGLE3"}
+    assert "--skip-tokenizer-init" not in fa3
+    at = fa3.index("--cuda-graph-bs-decode") + 1
+    assert fa3[at : at + len(serving.BATCHES)] == [str(size) for size in serving.BATCHES]
+
+
+def test_flags_of_options():
+    found = serving.flags({"one_two": 3, "on": True, "off": False, "many": [1, 2]})
+    assert found == ["--one-two", "3", "--on", "--many", "1", "2"]
+
+
+def test_table_of_a_loaded_server():
+    line = dict.fromkeys(serving.COLUMNS, 2.0) | {"side": "fa3", "setting": "tree", "clients": 8}
+    assert serving.table([line]).splitlines()[-1].startswith("| tree | 8 | fa3 | 2.0 |")

@@ -1,0 +1,196 @@
+"""SGLang's server under load, by SGLang's own bench: its EAGLE-3 beside our steps.
+
+Dummy weights of 8B and forced acceptance, as in `bench.engines`; prompts of random tokens. With
+``--pair`` it is the shipped pair, and nothing is forced.
+
+    python -m bench.engines.serving --out FOLDER
+    python -m bench.engines.serving --table FOLDER/serving.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from bench.engines.cells import SETTINGS, STEPS, Job, write_models
+from bench.engines.sglang_side import LAYERS, options
+from bench.shipped import PAIR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+SIDES = ("fa3", STEPS)
+CLIENTS = (1, 8, 32, 64)
+PROMPT, ANSWER = 1024, 256
+# requests of each client, and the fewest of all
+EACH, FEWEST = 4, 16
+START_SECONDS = 300.0
+# batches whose decode is a graph, for every side alike
+BATCHES = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64]
+# the bench imports a package for data sets that it does not read here
+CLIENT = """
+import sys, types
+try:
+    import datasets
+except ImportError:
+    sys.modules["datasets"] = found = types.ModuleType("datasets")
+    found.load_dataset = None
+from sglang.benchmark.serving import cli_main
+cli_main()
+"""
+COLUMNS = {
+    "output_throughput": "tokens/s",
+    "median_ttft_ms": "first token, ms",
+    "p99_ttft_ms": "99th",
+    "median_itl_ms": "between tokens, ms",
+    "p99_itl_ms": "99th",
+    "median_tpot_ms": "per token, ms",
+}
+
+
+def flags(found: dict[str, Any]) -> list[str]:
+    """Return an engine's arguments as a server's options."""
+    out: list[str] = []
+    for name, value in found.items():
+        option = "--" + name.replace("_", "-")
+        if value is False:
+            continue
+        out.append(option)
+        if isinstance(value, list):
+            out += map(str, value)
+        elif value is not True:
+            out.append(str(value))
+    return out
+
+
+def server_options(side: str, setting: str, models: tuple[Path, Path], *, pair: bool) -> list[str]:
+    """Return a server's options; sides differ in backend and algorithm alone."""
+    places = ((max(CLIENTS), PROMPT + ANSWER),)
+    found = options(Job(side, setting, places, "tokens" if pair else "bench"), models)
+    del found["skip_tokenizer_init"]
+    if not pair:
+        found |= {"cuda_graph_bs_decode": BATCHES, "tokenizer_path": str(PAIR / "target")}
+    return flags(found)
+
+
+@contextmanager
+def serving(side: str, arguments: Sequence[str], log: Path) -> Iterator[str]:
+    """Run a server; give its address once it answers."""
+    port = arguments[arguments.index("--port") + 1]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sglang.launch_server", *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    address, until = f"http://127.0.0.1:{port}", time.time() + START_SECONDS
+    try:
+        while not answers(address):
+            if process.poll() is not None or time.time() > until:
+                raise RuntimeError(f"{side} did not start:\n{log.read_text()[-4000:]}")
+            time.sleep(0.5)
+        yield address
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(address: str) -> bool:
+    """Return whether a server is up."""
+    try:
+        with urlopen(f"{address}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except (URLError, OSError):
+        return False
+
+
+def load(address: str, model: Path, clients: int, sizes: tuple[int, int], out: Path) -> None:
+    """Have SGLang's bench ask; it appends a line to ``out``."""
+    asked = {
+        "backend": "sglang",
+        "base_url": address,
+        "model": model,
+        "tokenizer": PAIR / "target",
+        "dataset_name": "random-ids",
+        "random_input_len": sizes[0],
+        "random_output_len": sizes[1],
+        "random_range_ratio": 1.0,
+        "num_prompts": max(FEWEST, EACH * clients),
+        "max_concurrency": clients,
+        "tokenize_prompt": True,
+        "disable_tqdm": True,
+        "output_file": out,
+        "seed": clients,
+    }
+    subprocess.run([sys.executable, "-c", CLIENT, *flags(asked)], check=True, stdout=sys.stderr)
+
+
+def measure(side: str, options: argparse.Namespace, models: tuple[Path, Path]) -> None:
+    """Start a side's server and load it with every number of clients."""
+    out, raw = options.out / "serving.jsonl", options.out / f"raw-{side}.jsonl"
+    raw.unlink(missing_ok=True)
+    arguments = server_options(side, options.setting, models, pair=options.pair)
+    begin = time.time()
+    with serving(side, arguments, options.out / f"server-{side}.log") as address:
+        start = time.time() - begin
+        for clients in options.clients:
+            load(address, models[0], clients, (options.prompt, options.answer), raw)
+            found = json.loads(raw.read_text().splitlines()[-1])
+            kept = {name: found[name] for name in (*COLUMNS, "completed", "accept_length")}
+            line = {"side": side, "setting": options.setting, "clients": clients, **kept}
+            with out.open("a") as file:
+                file.write(json.dumps(line | {"start_s": round(start, 1)}) + "\n")
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Return the measurements as Markdown."""
+    head = ["setting", "clients", "side", *COLUMNS.values()]
+    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for line in sorted(lines, key=lambda one: (one["setting"], one["clients"])):
+        texts = [f"{line[name]:.1f}" for name in COLUMNS]
+        row = [line["setting"], str(line["clients"]), line["side"], *texts]
+        rows.append("| " + " | ".join(row) + " |")
+    return "\n".join(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder of results and logs")
+    parser.add_argument("--sides", nargs="+", default=SIDES)
+    parser.add_argument("--setting", choices=("tree", "chain"), default="tree")
+    parser.add_argument("--clients", nargs="+", type=int, default=CLIENTS)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
+    parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of an answer")
+    parser.add_argument("--pair", action="store_true", help="the shipped pair, nothing forced")
+    parser.add_argument("--table", type=Path, help="print the table of results")
+    options = parser.parse_args(arguments)
+    if options.table:
+        print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
+        return
+    if options.out is None:
+        parser.error("--out is needed")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.pair:
+        models = PAIR / "target", PAIR / "draft"
+    else:
+        models = write_models(options.out / f"models-{LAYERS}", LAYERS)
+        os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(SETTINGS[options.setting][3])
+    for side in options.sides:
+        measure(side, options, models)
+    main(["--table", str(options.out / "serving.jsonl")])
+
+
+if __name__ == "__main__":
+    main()
