@@ -1,7 +1,7 @@
 """Whole engines beside each other: SGLang, SGLang with parts of ours, and `Engine`.
 
-SGLang runs with its own attention, with ours (side ``specattn``), and with our whole steps (side
-``steps``: ``--speculative-algorithm SPECATTN``).
+SGLang runs with its own attention, with ours (side ``specattn``), and with our whole steps (sides
+``steps`` and ``fused``: ``--speculative-algorithm SPECATTN``, over its modules and fused).
 
 A Llama of 8B and its EAGLE-3 head, random weights, and every step made to gain the same number of
 tokens. With ``--smoke`` everything starts once, with a short model, and the tokens of the shipped
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of results and logs")
     parser.add_argument("--seconds", type=float, default=400.0, help="what all may take")
-    parser.add_argument("--sides", default="", help="fa3, specattn, steps, own, triton, flashinfer")
+    parser.add_argument("--sides", default="", help=", ".join(report.SIDES))
     parser.add_argument("--settings", default="", help="tree, chain, plain")
     parser.add_argument("--together", type=int, default=1, help="processes that start together")
     parser.add_argument("--smoke", action="store_true", help="start everything; compare tokens")

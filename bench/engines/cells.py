@@ -14,8 +14,9 @@ SETTINGS = {"plain": (0, 1, 1, 1), "chain": (3, 1, 4, 3), "tree": (4, 5, 16, 4)}
 #: Batch and context, the most telling first.
 PLACES = ((16, 4096), (1, 32768), (1, 4096), (64, 4096))
 OWN = "own"
-#: SGLang with whole steps of ours, prompts by its best backend.
-STEPS = "steps"
+#: SGLang with whole steps of ours over its modules, and with forwards fused over its weights;
+#: prompts by its best backend.
+STEPS, FUSED = "steps", "fused"
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -45,8 +46,8 @@ class Job:
     Parameters
     ----------
     side : str
-        SGLang's attention backend; ``steps`` for SGLang with this library's whole steps; ``own``
-        for this library's `Engine`.
+        SGLang's attention backend; ``steps`` and ``fused`` for SGLang with this library's whole
+        steps; ``own`` for this library's `Engine`.
     setting : str
         A key of `SETTINGS`.
     places : tuple of (int, int)
@@ -102,18 +103,24 @@ def bench_jobs() -> list[Job]:
     return [
         Job(side, setting)
         for setting in ("tree", "chain")
-        for side in ("fa3", "specattn", STEPS, OWN, "triton")
+        for side in ("fa3", "specattn", STEPS, FUSED, OWN, "triton")
     ] + [Job("flashinfer", setting, PLACES[:2]) for setting in ("tree", "chain")]
 
 
 def smoke_jobs() -> list[Job]:
     """Return short runs of what is measured, and those whose tokens are compared."""
     places = ((2, 256),)
-    short = [(STEPS, "tree"), ("specattn", "tree"), ("fa3", "tree"), (OWN, "tree")]
-    short += [("triton", "tree"), (STEPS, "chain"), ("specattn", "chain"), ("fa3", "chain")]
+    short = [(FUSED, "tree"), (STEPS, "tree"), ("specattn", "tree"), ("fa3", "tree"), (OWN, "tree")]
+    short += [("triton", "tree"), (FUSED, "chain"), ("specattn", "chain"), ("fa3", "chain")]
     short += [("specattn", "plain")]
-    told = [("triton", "plain"), (STEPS, "tree"), ("specattn", "tree"), ("fa3", "tree")]
-    told += [("triton", "tree"), (STEPS, "chain"), ("specattn", "chain")]
+    told = [
+        ("triton", "plain"),
+        (FUSED, "tree"),
+        (STEPS, "tree"),
+        ("specattn", "tree"),
+        ("fa3", "tree"),
+    ]
+    told += [("triton", "tree"), (FUSED, "chain"), ("specattn", "chain")]
     return [
         *(Job(side, setting, places, "smoke", 24, 150.0) for side, setting in short[:3]),
         *(Job(side, setting, (), "tokens", seconds=150.0) for side, setting in told),

@@ -11,14 +11,15 @@ if TYPE_CHECKING:
 
 Line = dict[str, Any]
 #: Sides of SGLang's own, then those with ours in them.
-THEIRS, OURS = ("fa3", "triton", "flashinfer"), ("specattn", "steps")
+THEIRS, OURS = ("fa3", "triton", "flashinfer"), ("specattn", "steps", "fused")
 SIDES = (*THEIRS, *OURS, "own")
 HEADS = {
     "fa3": "SGLang fa3",
     "triton": "SGLang triton",
     "flashinfer": "SGLang flashinfer",
     "specattn": "SGLang specattn",
-    "steps": "SGLang SPECATTN",
+    "steps": "SGLang SPECATTN, its modules",
+    "fused": "SGLang SPECATTN, fused",
     "own": "our `Engine`",
 }
 

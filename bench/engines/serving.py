@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from bench.engines.cells import SETTINGS, STEPS, Job, write_models
-from bench.engines.sglang_side import LAYERS, options
+from bench.engines.cells import FUSED, Job, write_models
+from bench.engines.sglang_side import LAYERS, force, options
 from bench.shipped import PAIR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-SIDES = ("fa3", STEPS)
+SIDES = ("fa3", FUSED)
 CLIENTS = (1, 8, 32, 64)
 PROMPT, ANSWER = 1024, 256
 # requests of each client, and the fewest of all
@@ -76,7 +76,9 @@ def flags(found: dict[str, Any]) -> list[str]:
 def server_options(side: str, setting: str, models: tuple[Path, Path], *, pair: bool) -> list[str]:
     """Return a server's options; sides differ in backend and algorithm alone."""
     places = ((max(CLIENTS), PROMPT + ANSWER),)
-    found = options(Job(side, setting, places, "tokens" if pair else "bench"), models)
+    job = Job(side, setting, places, "tokens" if pair else "bench")
+    force(job)
+    found = options(job, models)
     del found["skip_tokenizer_init"]
     if not pair:
         found |= {"cuda_graph_bs_decode": BATCHES, "tokenizer_path": str(PAIR / "target")}
@@ -186,7 +188,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         models = PAIR / "target", PAIR / "draft"
     else:
         models = write_models(options.out / f"models-{LAYERS}", LAYERS)
-        os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(SETTINGS[options.setting][3])
     for side in options.sides:
         measure(side, options, models)
     main(["--table", str(options.out / "serving.jsonl")])

@@ -9,7 +9,7 @@ import zlib
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bench.engines.cells import SETTINGS, SPARE, STEPS, WARM, write_models
+from bench.engines.cells import FUSED, SETTINGS, SPARE, STEPS, WARM, write_models
 from bench.engines.decode_log import summary
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def options(job: Job, models: tuple[Path, Path]) -> dict[str, Any]:
     port = 20000 + 8 * (zlib.crc32(job.name.encode()) % 1000)
     found: dict[str, Any] = {
         "model_path": str(models[0]),
-        "attention_backend": PROMPTS_BY if job.side == STEPS else job.side,
+        "attention_backend": PROMPTS_BY if job.side in (STEPS, FUSED) else job.side,
         "dtype": "bfloat16",
         "grammar_backend": "none",
         "sampling_backend": "pytorch",
@@ -69,7 +69,7 @@ def options(job: Job, models: tuple[Path, Path]) -> dict[str, Any]:
         }
     if steps:
         found |= {
-            "speculative_algorithm": "SPECATTN" if job.side == STEPS else "EAGLE3",
+            "speculative_algorithm": "SPECATTN" if job.side in (STEPS, FUSED) else "EAGLE3",
             "speculative_draft_model_path": str(models[1]),
             "speculative_num_steps": steps,
             "speculative_eagle_topk": topk,
@@ -77,14 +77,15 @@ def options(job: Job, models: tuple[Path, Path]) -> dict[str, Any]:
         }
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         found |= {"device": "cpu", "dtype": "float32", "disable_cuda_graph": True}
-        if job.side == STEPS:
+        if job.side in (STEPS, FUSED):
             found["attention_backend"] = "torch_native"
     return found
 
 
 def force(job: Job) -> None:
-    """Make every step gain the same; SGLang reads this when it is imported."""
+    """Make every step gain the same, and choose forwards; SGLang reads this when it is imported."""
     steps, _, _, gained = SETTINGS[job.setting]
+    os.environ["SPECATTN_SGLANG_FUSED"] = str(int(job.side == FUSED))
     if steps and job.kind != "tokens":
         os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(gained)
 

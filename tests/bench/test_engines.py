@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 from bench.engines import cells, report, serving
-from bench.engines.cells import OWN, PLACES, SETTINGS, STEPS, WARM, Job
+from bench.engines.cells import FUSED, OWN, PLACES, SETTINGS, STEPS, WARM, Job
 from bench.engines.child import Turn
 from bench.engines.decode_log import intervals, steady, summary
 from bench.engines.own_side import make, measure
@@ -102,8 +102,8 @@ def test_what_a_log_must_hold(text, message):
 
 def test_the_most_telling_job_comes_first():
     jobs = cells.bench_jobs()
-    sides = ("fa3", "specattn", STEPS, OWN)
-    assert [(job.side, job.setting) for job in jobs[:4]] == [(side, "tree") for side in sides]
+    sides = ("fa3", "specattn", STEPS, FUSED, OWN)
+    assert [(job.side, job.setting) for job in jobs[:5]] == [(side, "tree") for side in sides]
     assert jobs[0].places[0] == (16, 4096)
     names = [job.name for job in (*jobs, *cells.smoke_jobs())]
     assert len(set(names)) == len(names)
@@ -247,7 +247,10 @@ def test_our_engine_gains_what_is_forced(setting):
     assert found["tokens_per_s"] == pytest.approx(2e3 * found["gained"] / found["ms"], rel=0.01)
 
 
-def test_servers_get_the_same_options(tmp_path):
+def test_servers_get_the_same_options(tmp_path, monkeypatch):
+    # the driver sets these for its servers
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "")
+    monkeypatch.setenv("SPECATTN_SGLANG_FUSED", "")
     models = cells.write_models(tmp_path, 2)
     fa3, steps = (serving.server_options(one, "tree", models, pair=False) for one in serving.SIDES)
     ports = {fa3[fa3.index(f"--{name}") + 1] for name in ("port", "nccl-port")}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -21,14 +24,26 @@ from sglang.srt.speculative.eagle_info import (
 
 from specattn.batch import Phase
 from specattn.cache.kv_pool import KVPool
+from specattn.errors import UnsupportedError
+from specattn.integrations.sglang.fused import fused_head, fused_target
 from specattn.integrations.sglang.layers import attention_layers, kv_scales, layer_config
+from specattn.integrations.sglang.names import ALGORITHM
 from specattn.speculative.model import DraftOutput, TargetOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from specattn.config import SpecConfig
-    from specattn.speculative.model import Attend
+    from specattn.speculative.model import Attend, DraftModel, TargetModel
+
+log = logging.getLogger(__name__)
+Fused = TypeVar("Fused")
+Modules = TypeVar("Modules")
+
+#: 0 has SGLang's modules run, for comparisons.
+FUSED_VARIABLE = "SPECATTN_SGLANG_FUSED"
 
 #: SGLang's name of a forward, by the phase of the plan that it runs over.
 MODES = {
@@ -241,3 +256,46 @@ class SGLangDraft(SGLangModel):
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map draft token ids to target token ids."""
         return token_ids if self.target_ids is None else self.target_ids[token_ids]
+
+
+def step_models(
+    target: Any, draft: Any, config: SpecConfig, target_ids: Tensor | None
+) -> tuple[TargetModel, DraftModel]:
+    """Return the models of a step: fused where they can be, else SGLang's modules.
+
+    The log says which, and why.
+
+    Parameters
+    ----------
+    target, draft : ModelRunner
+        SGLang's.
+    config : SpecConfig
+        Depth, branches and nodes.
+    target_ids : Tensor or None
+        ``[Vd]`` int64, the target's token of every token of the head.
+    """
+    modules, head = SGLangTarget(target, config), SGLangDraft(draft, target_ids)
+    fuse_target = partial(
+        fused_target,
+        target.model,
+        modules.layers,
+        max_context_len=modules.max_context_len,
+        eos_token_ids=modules.eos_token_ids,
+    )
+    fuse_head = partial(fused_head, draft.model, head.layers, target_ids=target_ids)
+    return _fused("target", fuse_target, modules), _fused("head", fuse_head, head)
+
+
+def _fused(name: str, fuse: Callable[[], Fused], modules: Modules) -> Fused | Modules:
+    """Return the fused form of a model, or its modules with the reasons in the log."""
+    why = f"{FUSED_VARIABLE}=0"
+    if os.environ.get(FUSED_VARIABLE, "1") != "0":
+        try:
+            made = fuse()
+        except UnsupportedError as error:
+            why = "; ".join(error.reasons)
+        else:
+            log.info("%s: the %s's forwards are fused over SGLang's weights", ALGORITHM, name)
+            return made
+    log.info("%s: the %s's forwards are SGLang's modules (%s)", ALGORITHM, name, why)
+    return modules

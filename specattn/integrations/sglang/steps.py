@@ -18,7 +18,7 @@ from specattn.config import SpecConfig
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import simulated
 from specattn.integrations.sglang.layers import backend_name, refusals
-from specattn.integrations.sglang.modules import SGLangDraft, SGLangTarget, kv_pool
+from specattn.integrations.sglang.modules import kv_pool, step_models
 from specattn.integrations.sglang.names import ALGORITHM
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.states import RequestStates, StateDims
@@ -96,7 +96,7 @@ class Steps:
         req_to_token, page = target.req_to_token_pool.req_to_token, target.page_size
         rows, width = req_to_token.shape
         config = SpecConfig(*tree, width, rows - 1, page_size=page)
-        models = SGLangTarget(target, config), SGLangDraft(draft, target_ids)
+        models = step_models(target, draft, config, target_ids)
         pools = kv_pool(target), kv_pool(draft)
         # SGLang has reserved slots for whatever it decodes
         reserved = torch.full_like(req_to_token[:, 0], width).contiguous()
@@ -186,7 +186,7 @@ class Steps:
         graphs = [report for report in reports if report.recorded]
         buckets = self.decoder.runner.buckets
         log.info(
-            "%s: steps %d-%d-%d of up to %d requests over SGLang's modules, attention %s; "
+            "%s: steps %d-%d-%d of up to %d requests, attention %s; "
             "%d graphs of %d batch sizes in %.1f s, %.0f MiB, of which buffers and workspaces "
             "outside of graphs %.0f MiB",
             ALGORITHM,

@@ -63,6 +63,7 @@ def watch(path: str) -> None:
         with Operations():
             out = asked_by("scheduler", original)(scheduler, batch, *args)
         COUNTS["steps"] += 1
+        COUNTS["fused models"] = _fused(worker.steps.decoder)
         COUNTS["replays"] += _replays(scheduler) - replays
         _write(path)
         return out
@@ -77,6 +78,13 @@ def watch(path: str) -> None:
 
 def _replays(scheduler: Any) -> int:
     return sum(scheduler.model_worker.steps.decoder.runner.stats.replays.values())
+
+
+def _fused(decoder: Any) -> int:
+    from specattn.integrations.sglang.modules import SGLangModel
+
+    models = decoder.target.model, decoder.draft.model
+    return sum(not isinstance(model, SGLangModel) for model in models)
 
 
 def _write(path: str) -> None:

@@ -44,16 +44,20 @@ CROWD = 40
 
 @dataclass(frozen=True)
 class Setting:
-    """Steps, topk, nodes, options of SGLang's, and the parts of requests that are asked for."""
+    """Steps, topk, nodes, options of SGLang's, and the parts of requests that are asked for.
+
+    ``fused`` has forwards fused where they can be; ranks run SGLang's modules.
+    """
 
     tree: tuple[int, int, int]
     parts: tuple[str, ...] = ("again", "drawn")
     options: dict[str, Any] = field(default_factory=dict)
+    fused: bool = True
 
 
 SETTINGS = {
     "tree": Setting((4, 5, 16), ("again", "drawn", "streamed", "aborted", "refused", "law")),
-    "chain": Setting((4, 1, 5), options={"disable_overlap_schedule": True}),
+    "chain": Setting((4, 1, 5), options={"disable_overlap_schedule": True}, fused=False),
     "pages": Setting((4, 2, 8), options={"page_size": 16}),
     "full": Setting((4, 2, 8), ("crowd",), {"max_total_tokens": 84}),
     "ranks": Setting((4, 5, 16), ("drawn", "unseeded"), {"tp_size": 2}),
@@ -217,6 +221,7 @@ def main(setting: str) -> None:
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     # a torch for CUDA brings NCCL, which ranks on a CPU would start
     os.environ["SGLANG_NCCL_SO_PATH"] = "none"
+    os.environ["SPECATTN_SGLANG_FUSED"] = str(int(chosen.fused))
     engine = sglang.Engine(**options(chosen))
     asking = Asking(engine)
     try:

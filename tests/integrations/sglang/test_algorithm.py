@@ -179,6 +179,11 @@ def test_crowds_over_a_pool_that_runs_out():
     assert found["counts"]["retracted"]
 
 
+@pytest.mark.parametrize(("setting", "fused"), [("tree", 2), ("chain", 0), ("ranks", 0)])
+def test_forwards_are_fused_where_they_can_be(setting, fused):
+    assert run(setting)["counts"]["fused models"] == fused
+
+
 def test_a_step_is_one_launch_of_ours(record_property):
     """Its worker launches nothing else; SGLang's scheduler adds a bounded number of its own."""
     counts = run("tree")["counts"]
