@@ -186,7 +186,7 @@ def bind_block(
     slots: Tensor,
     page_size: int = 1,
 ) -> BoundLayers:
-    """Plan a bucket's forward, and bind the layers to it, a plan per view.
+    """Bind a draft's layers to a bucket's forward, a plan per view.
 
     Parameters
     ----------

@@ -261,7 +261,7 @@ class SGLangDraft(SGLangModel):
 def step_models(
     target: Any, draft: Any, config: SpecConfig, target_ids: Tensor | None
 ) -> tuple[TargetModel, DraftModel]:
-    """Return the models of a step: fused where they can be, else SGLang's modules.
+    """Return the models of a step, fused where they can be.
 
     The log says which, and why.
 
@@ -287,7 +287,7 @@ def step_models(
 
 
 def _fused(name: str, fuse: Callable[[], Fused], modules: Modules) -> Fused | Modules:
-    """Return the fused form of a model, or its modules with the reasons in the log."""
+    """Return a model's fused form, or its modules and log why."""
     why = f"{FUSED_VARIABLE}=0"
     if os.environ.get(FUSED_VARIABLE, "1") != "0":
         try:
