@@ -15,41 +15,19 @@ from specattn.attention.window import WindowPool
 from specattn.backends.base import fill_all
 from specattn.batch import Phase, RowLayout
 from specattn.config import FLOAT8, AttnConfig, KVScales
-from specattn.kernels.cache import store_kv
-from specattn.kernels.tree import grow_words
-from specattn.masks import words_from_mask
-from specattn.plan import (
-    AttnInputs,
-    AttnPlan,
-    ExtendPlan,
-    MultiStepDims,
-    MultiStepInputs,
-    MultiStepPlan,
-    causal_words,
-)
 
 __all__ = [
     "FLOAT8",
     "Attention",
     "AttnConfig",
-    "AttnInputs",
-    "AttnPlan",
     "BoundLayers",
     "BoundMultiStep",
-    "ExtendPlan",
     "KVScales",
     "Layer",
     "LayeredBackend",
-    "MultiStepDims",
     "MultiStepDraftBackend",
-    "MultiStepInputs",
-    "MultiStepPlan",
     "Phase",
     "RowLayout",
     "WindowPool",
-    "causal_words",
     "fill_all",
-    "grow_words",
-    "store_kv",
-    "words_from_mask",
 ]

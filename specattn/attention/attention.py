@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from specattn.backends.base import BackendFactory
     from specattn.batch import RowLayout
     from specattn.config import AttnConfig, KVScales
-    from specattn.kernels.masks import Window
-    from specattn.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -179,11 +177,12 @@ class Attention(Layers):
             self._inputs[layout] = inputs, torch.zeros_like(inputs.tail_slots)
         inputs, store = self._inputs[layout]
         plan = AttnPlan.over(layout, self.req_to_token, inputs.bind(batch))
-        if self._windows is None:
-            return self.bind(plan, slots=store[:batch])
-        return self._windowed(plan, store[:batch], *self._windows.of_rows(plan))
+        return self._bound(plan, store[:batch])
 
-    def _windowed(self, plan: Plan, slots: Tensor, other: Plan, window: Window) -> BoundLayers:
+    def _bound(self, plan: AttnPlan | ExtendPlan, slots: Tensor) -> BoundLayers:
+        if self._windows is None:
+            return self.bind(plan, slots=slots)
+        other, window = self._windows.over(plan)
         stored = slots, window.store
         return BoundLayers(self.groups.values(), (), (plan, other), stored, window)
 
@@ -206,8 +205,7 @@ class Attention(Layers):
         UnsupportedError
             If the backend of a layer refuses the layout, by its pages or its tree.
         """
-        whole_number("steps", steps, 1)
-        whole_number("topk", topk, 1)
+        steps, topk = whole_number("steps", steps, 1), whole_number("topk", topk, 1)
         dims = MultiStepDims(steps, topk, page_size)
         if (dims, batch) not in self._draft_forwards:
             with self._logged(f"draft of {batch} x {topk}, {steps} steps"):
@@ -225,14 +223,13 @@ class Attention(Layers):
     @contextmanager
     def _logged(self, what: str) -> Iterator[None]:
         """Log what a new forward adds to an accelerator's memory."""
-        before = self._allocated()
+        if self.device.type != "cuda":
+            yield
+            return
+        before = torch.cuda.memory_allocated(self.device)
         yield
-        if (grown := self._allocated() - before) > 0:
+        if (grown := torch.cuda.memory_allocated(self.device) - before) > 0:
             log.info("specattn: %.1f MiB for %s", grown / 2**20, what)
-
-    def _allocated(self) -> int:
-        cuda = self.device.type == "cuda"
-        return torch.cuda.memory_allocated(self.device) if cuda else 0
 
     def prompts(
         self,
@@ -276,10 +273,7 @@ class Attention(Layers):
             max_seq_len=self.req_to_token.shape[1],
             page_size=page_size,
         )
-        if self._windows is None:
-            forward = self.bind(plan)
-        else:
-            forward = self._windowed(plan, plan.out_slots, *self._windows.of_prompts(plan))
+        forward = self._bound(plan, plan.out_slots)
         copy_in_prompts(
             rows,
             prefix_lens,

@@ -135,21 +135,9 @@ class BoundLayers(CompositeAttention):
 
         Parameters
         ----------
-        rows, seq_lens : Tensor
-            ``[B]``: table rows, and lengths.
-        slots : Tensor, optional
-            ``[B, q_len]`` or flat: where the new tokens go, below 0 for nowhere. Without, the
-            table's columns after the prefix.
-        positions : Tensor, optional
-            ``[B, q_len]`` or flat. Without, the prefix plus the token's depth: how many other new
-            tokens it sees.
-        mask : Tensor, optional
-            Which new tokens see which, see ``kind``; without, those before and themselves.
-        kind : str
-            How the mask lies, see `specattn.kernels.masks.copy_in_rows`: ``"qlen"``,
-            ``"qlen_bits"``, ``"full"``, ``"full_bits"``; or ``"prefix"``, without a mask.
-        counted : int
-            How many of the new tokens ``seq_lens`` count.
+        rows, seq_lens, slots, positions, mask, kind, counted
+            As `specattn.kernels.masks.copy_in_rows` takes them, of ``q_len`` new tokens per
+            request; slots and positions may be flat.
         fill : bool
             Whether to fill the backends' own plans, too.
 

@@ -63,11 +63,18 @@ class WindowTables:
         self._tables: dict[int, Tensor] = {}
         self._of_layout: dict[RowLayout, Window] = {}
 
-    def of_rows(self, plan: AttnPlan) -> tuple[AttnPlan, Window]:
+    def over(self, plan: AttnPlan | ExtendPlan) -> tuple[AttnPlan | ExtendPlan, Window]:
         """Return what layers of the pool read, and what an engine writes.
 
-        The batches of a layout share its tensors, as they share their inputs.
+        The batches of a layout share these tensors, as they share their inputs. Prompts have a
+        table of their own, with the new tokens, too.
         """
+        if isinstance(plan, ExtendPlan):
+            table = self._table(len(plan.req_pool_indices), plan.page_size, plan.max_q_len)
+            tokens = 1, plan.out_slots.numel()
+            inputs = self._made(table, tokens, plan.page_size)
+            found = self._reading(plan, inputs)
+            return replace(found, out_slots=inputs.store, max_seq_len=table.shape[1]), inputs
         layout = plan.layout
         if layout not in self._of_layout:
             # every forward copies in before it attends, so that layouts share one
@@ -78,21 +85,9 @@ class WindowTables:
             self._of_layout[layout] = self._made(table, tokens, layout.page_size)
         inputs = self._of_layout[layout].first(plan.batch)
         where = inputs.positions
-        plan = self._over(plan, inputs)
-        plan = replace(plan, tail_slots=inputs.slots, positions=where, tail_positions=where)
-        return plan, inputs
-
-    def of_prompts(self, plan: ExtendPlan) -> tuple[ExtendPlan, Window]:
-        """Return what layers of the pool read of prompts.
-
-        The table is their own, and has the new tokens, too.
-        """
-        table = self._table(len(plan.req_pool_indices), plan.page_size, plan.max_q_len)
-        tokens = 1, plan.out_slots.numel()
-        inputs = self._made(table, tokens, plan.page_size)
-        plan = self._over(plan, inputs)
-        plan = replace(plan, out_slots=inputs.store, max_seq_len=table.shape[1])
-        return plan, inputs
+        rows = self._reading(plan, inputs)
+        rows = replace(rows, tail_slots=inputs.slots, positions=where, tail_positions=where)
+        return rows, inputs
 
     def _table(self, batch: int, page_size: int, new_tokens: int = 0) -> Tensor:
         # a prefix is cut where a page begins
@@ -115,7 +110,7 @@ class WindowTables:
             whole,
         )
 
-    def _over(self, plan: P, inputs: Window) -> P:
+    def _reading(self, plan: P, inputs: Window) -> P:
         """Return a plan that reads the pool's table."""
         return replace(
             plan,

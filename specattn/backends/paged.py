@@ -104,7 +104,7 @@ class PagedBackend(ReadOnly, ABC):
         """Say which head counts and widths stand in the way."""
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to a causal plan, of whole pages as declared; refuse others by name."""
+        """Bind to a causal plan of pages as declared; refuse others."""
         if isinstance(plan, AttnPlan) and plan.layout.causal:
             return self.bind_causal(plan)
         if isinstance(plan, AttnPlan):
