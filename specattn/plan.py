@@ -313,57 +313,16 @@ class MultiStepInputs(BufferSet):
     positions: Tensor = buf(lambda d: (d.steps, d.topk), torch.int64)
     words: Tensor = buf(lambda d: (d.steps, d.topk, d.words), torch.int64, _own_bits)
 
-
-@dataclass(frozen=True)
-class MultiStepPlan:
-    """All draft decode steps of a bucket over one set of buffers.
-
-    Parameters
-    ----------
-    dims : MultiStepDims
-        Steps and branches.
-    req_to_token : Tensor
-        ``[rows, max_context_len]`` int32.
-    inputs : MultiStepInputs
-        The shared tensors, bound to the bucket.
-    """
-
-    dims: MultiStepDims
-    req_to_token: Tensor
-    inputs: MultiStepInputs
-
-    @property
-    def seq_lens(self) -> Tensor:
-        """``[B]`` int32 prefix lengths."""
-        return self.inputs.seq_lens
-
-    @property
-    def req_pool_indices(self) -> Tensor:
-        """``[B]`` int64 table rows."""
-        return self.inputs.req_pool_indices
-
-    def step(self, index: int) -> AttnPlan:
+    def step(self, index: int, dims: MultiStepDims, req_to_token: Tensor) -> AttnPlan:
         """Return the plan of step ``index``: views, nothing is copied."""
-        dims, inputs = self.dims, self.inputs
         layout = RowLayout.of_branches(dims.topk, index, dims.page_size)
         return AttnPlan(
             layout=layout,
-            req_to_token=self.req_to_token,
-            req_pool_indices=inputs.req_pool_indices,
-            seq_lens=inputs.seq_lens,
-            positions=inputs.positions[:, index],
-            tail_slots=inputs.branch_slots.flatten(1)[:, : layout.tail],
-            tail_positions=inputs.positions.flatten(1)[:, : layout.tail],
-            tail_words=inputs.words[:, index, :, : mask_words(layout.tail)],
-        )
-
-    def fill(self) -> None:
-        """Fill all steps' slots and positions: the columns after the prefix."""
-        inputs = self.inputs
-        fill_window(
-            self.req_to_token,
-            inputs.req_pool_indices,
-            inputs.seq_lens,
-            slots_out=inputs.branch_slots.flatten(1),
-            positions_out=inputs.positions,
+            req_to_token=req_to_token,
+            req_pool_indices=self.req_pool_indices,
+            seq_lens=self.seq_lens,
+            positions=self.positions[:, index],
+            tail_slots=self.branch_slots.flatten(1)[:, : layout.tail],
+            tail_positions=self.positions.flatten(1)[:, : layout.tail],
+            tail_words=self.words[:, index, :, : mask_words(layout.tail)],
         )

@@ -236,4 +236,4 @@ def put(states: RequestStates, name: str, tensor: torch.Tensor) -> None:
 
 def buffer_sets(step: Step) -> tuple[BufferSet, ...]:
     """Every static buffer set of a step."""
-    return step.buffers, step.bound.multi_step.plan.inputs
+    return step.buffers, step.bound.multi_step.inputs

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 from specattn.backends.base import CompositeAttention
 from specattn.checks import one_of, whole_number
-from specattn.kernels.indices import draft_kv_width, fill_draft_kv, fill_draft_tails
+from specattn.kernels.indices import draft_kv_width, fill_draft_kv, fill_draft_tails, fill_window
 from specattn.kernels.masks import PlanInputs, copy_in_steps
 from specattn.kernels.tree import grow_words
-from specattn.plan import CsrPlan, MultiStepDims, MultiStepInputs, MultiStepPlan
+from specattn.plan import CsrPlan, MultiStepDims, MultiStepInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,23 +89,33 @@ class MultiStepDraftBackend:
 
     def bind(self, batch: int) -> BoundMultiStep:
         """Bind all steps to the first ``batch`` rows of the shared buffers."""
-        plan = MultiStepPlan(self.dims, self.req_to_token, self.inputs.bind(batch))
-        stored = self.stored[:batch]
-        indptr = self.kv_indptr[:, : batch * self.dims.topk + 1]
+        dims, inputs, stored = self.dims, self.inputs.bind(batch), self.stored[:batch]
+        indptr = self.kv_indptr[:, : batch * dims.topk + 1]
         bound = []
-        for index in range(self.dims.steps):
-            table = plan.step(index)
+        for index in range(dims.steps):
+            table = inputs.step(index, dims, self.req_to_token)
             lists = CsrPlan(table.layout, indptr[index], self.kv_indices[index], table.out_slots)
             step = lists if self.indices == "csr" else table
             bound.append(self.layers.bind(step, slots=stored[:, index]))
-        return BoundMultiStep(plan, tuple(bound), self.indices, stored, indptr, self.kv_indices)
+        return BoundMultiStep(
+            dims,
+            self.req_to_token,
+            inputs,
+            tuple(bound),
+            self.indices,
+            stored,
+            indptr,
+            self.kv_indices,
+        )
 
 
 @dataclass(frozen=True)
 class BoundMultiStep(CompositeAttention):
     """All draft decode steps of a bucket; `MultiStepDraftBackend.bind` makes it."""
 
-    plan: MultiStepPlan
+    dims: MultiStepDims
+    req_to_token: Tensor
+    inputs: MultiStepInputs
     steps: tuple[BoundLayers, ...]
     indices: Indices
     stored: Tensor
@@ -148,7 +158,7 @@ class BoundMultiStep(CompositeAttention):
         ValueError
             Before anything is written: if a tensor has another shape or dtype.
         """
-        inputs, plan = self.plan.inputs, self.plan
+        inputs = self.inputs
         one_of("order", order, "branch", "step")
         whole_number("counted", counted, 0)
         copy_in_steps(
@@ -156,7 +166,7 @@ class BoundMultiStep(CompositeAttention):
             seq_lens,
             None if slots is None or not len(self.stored) else self._by_step(slots, order),
             counted=counted,
-            req_to_token=plan.req_to_token,
+            req_to_token=self.req_to_token,
             out=PlanInputs(
                 inputs.req_pool_indices,
                 inputs.seq_lens,
@@ -171,7 +181,7 @@ class BoundMultiStep(CompositeAttention):
 
     def _by_step(self, slots: Tensor, order: str) -> Tensor:
         """View slots as ``[B, steps, topk]``."""
-        dims, batch = self.plan.dims, len(self.stored)
+        dims, batch = self.dims, len(self.stored)
         width = slots.numel() // (batch * dims.topk)
         if slots.numel() != batch * dims.topk * width or width < dims.steps:
             raise ValueError(
@@ -187,9 +197,20 @@ class BoundMultiStep(CompositeAttention):
 
         At step 0, and in a chain, no word changes. Parameters and errors are those of `grow_words`.
         """
-        if step and self.plan.dims.topk > 1:
-            grow_words(self.plan.inputs.words, step, parents, flat=flat)
+        if step and self.dims.topk > 1:
+            grow_words(self.inputs.words, step, parents, flat=flat)
         self.fill_ancestors(step)
+
+    def fill_slots(self) -> None:
+        """Fill all steps' slots and positions: the columns after the prefix."""
+        inputs = self.inputs
+        fill_window(
+            self.req_to_token,
+            inputs.req_pool_indices,
+            inputs.seq_lens,
+            slots_out=inputs.branch_slots.flatten(1),
+            positions_out=inputs.positions,
+        )
 
     def fill(self) -> None:
         """Fill the index lists, then every step's device plan, together.
@@ -203,9 +224,9 @@ class BoundMultiStep(CompositeAttention):
     def fill_lists(self) -> None:
         """Fill the index lists (``indices="csr"``) from slots, lengths and words."""
         if self.indices == "csr" and self.steps:
-            plan, inputs = self.plan, self.plan.inputs
+            inputs = self.inputs
             fill_draft_kv(
-                plan.req_to_token,
+                self.req_to_token,
                 inputs.req_pool_indices,
                 inputs.seq_lens,
                 inputs.branch_slots,
@@ -217,7 +238,7 @@ class BoundMultiStep(CompositeAttention):
     def fill_ancestors(self, step: int) -> None:
         """Bring step ``step`` up to date with its ancestor words; capturable."""
         if self.indices == "csr":
-            inputs = self.plan.inputs
+            inputs = self.inputs
             fill_draft_tails(
                 step,
                 inputs.seq_lens,

@@ -115,7 +115,7 @@ def propose(
     Candidates
         Every token that the draft looked at, on the device.
     """
-    inputs = attention.plan.inputs
+    inputs = attention.inputs
     candidates = _candidates(state.topk_probs, config)
     drawn_from = [state.draft_probs]
     probs, tokens = state.topk_probs[:, None], state.topk_tokens[:, None]  # [B, 1, K]
@@ -157,7 +157,7 @@ def propose_along_chain(
     draft, attention, state, config, buffers
         As in `propose`, of a chain; its ancestor words are never written.
     """
-    positions = _rotary(attention.plan.inputs.positions, buffers)
+    positions = _rotary(attention.inputs.positions, buffers)
     probs, tokens, hidden = [state.topk_probs], [state.topk_tokens], state.hidden_states
     for step, attend in enumerate(attention.steps):
         attention.fill_ancestors(step)

@@ -109,7 +109,7 @@ class BoundEagle(BoundProposer):
             }
             drafting = step.shared("drafting", partial(_drafting, proposer, step, lens))
             self.multi_step = drafting.bind(len(step))
-            self.positions = self.multi_step.plan.inputs.positions
+            self.positions = self.multi_step.inputs.positions
             self.proposing = self.multi_step.steps
         width = self.extend_positions.shape[1]
         inputs = AttnInputs(
@@ -167,7 +167,7 @@ class BoundEagle(BoundProposer):
         if self.multi_step is not None:
             drafts = self.multi_step
             found += fingerprint(
-                drafting=drafts.plan.inputs,
+                drafting=drafts.inputs,
                 kv_indptr=drafts.kv_indptr,
                 kv_indices=drafts.kv_indices,
             )

@@ -40,10 +40,10 @@ def build(name: str, indices: str, page_size: int = 1):
 
 
 def feed(bound, rows: list[int], lens: list[int]) -> None:
-    inputs = bound.plan.inputs
+    inputs = bound.inputs
     put(
         inputs,
-        bound.plan.dims,
+        bound.dims,
         req_pool_indices=torch.tensor(rows, device=DEVICE),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
     )
@@ -64,7 +64,7 @@ def test_golden_index_lists():
     table, rows, shared = build("torch_native", "csr")
     bound = shared.bind(2)
     feed(bound, rows[:2], [3, 5])
-    bound.plan.fill()
+    bound.fill_slots()
     bound.fill()
     for step in range(3):
         bound.fill_ancestors(step)
@@ -123,7 +123,7 @@ def test_lists_and_table_give_the_same_attention(name, page_size):
         _, rows, shared = build(name, indices, page_size)
         bound = shared.bind(3)
         feed(bound, rows, [3, 5, 0])
-        bound.plan.fill()
+        bound.fill_slots()
         bound.fill()
         for step in range(3):
             bound.fill_ancestors(step)

@@ -178,7 +178,7 @@ def test_draft_steps_of_a_chain_over_a_slot_table(name):
         bound = MultiStepDraftBackend(
             layers, MultiStepDims.of(config), table.req_to_token, 3, "table"
         ).bind(3)
-        inputs, dims = bound.plan.inputs, bound.plan.dims
+        inputs, dims = bound.inputs, bound.dims
         put(
             inputs,
             dims,
@@ -186,7 +186,7 @@ def test_draft_steps_of_a_chain_over_a_slot_table(name):
             seq_lens=torch.tensor([page - 2, 0, page], **INT),
         )
         bound.schedule(torch.tensor([page - 2, 0, page], dtype=torch.int32))
-        bound.plan.fill()
+        bound.fill_slots()
         bound.fill()
         inputs.words.copy_(torch.tensor([1, 3, 7], device=DEVICE)[None, :, None, None])
         outs[which] = q.new_full((3, 3, heads.num_qo_heads, heads.v_head_dim), float("nan"))

@@ -328,9 +328,9 @@ def test_draft_steps_read_words_written_after_the_fill(topk):
         )
         words = known_words(bound, rows, topk)
         bound.schedule(None)
-        bound.plan.fill()
+        bound.fill_slots()
         bound.fill()
-        bound.plan.inputs.words.copy_(words)
+        bound.inputs.words.copy_(words)
         q = torch.randn(3 * topk, 4, 64, device=DEVICE).to(BF16)
         out = q.new_full((3, *q.shape), float("nan"))
         for step, attention in enumerate(bound.steps):
@@ -341,7 +341,7 @@ def test_draft_steps_read_words_written_after_the_fill(topk):
 
 def known_words(bound, rows: list[int], topk: int) -> torch.Tensor:
     """Fill the inputs; the words of a step are returned, and its buffers know only its own bit."""
-    inputs, dims = bound.plan.inputs, bound.plan.dims
+    inputs, dims = bound.inputs, bound.dims
     if topk > 1:
         feed(bound, rows, [3, 5, 0])
         words = inputs.words.clone()

@@ -61,7 +61,7 @@ def drafts(layered: LayeredBackend, indices: str = "table"):
     bound = MultiStepDraftBackend(layered, MultiStepDims.of(SPEC), table(), 8, indices).bind(
         len(LENS)
     )
-    put(bound.plan.inputs, bound.plan.dims, **rows())
+    put(bound.inputs, bound.dims, **rows())
     return bound
 
 
@@ -110,7 +110,7 @@ def test_all_attention_of_a_step_is_one_launch(backend, plan_launches):
 @pytest.mark.parametrize("indices", ["table", "csr"])
 def test_the_drafts_of_a_step_are_one_launch(indices, plan_launches):
     bound = drafts(layers("triton"), indices)
-    bound.plan.fill()
+    bound.fill_slots()
     bound.fill()
     assert plan_launches == [(SPEC.num_draft_forwards * 2,)]
     filled = [found.clone() for found in tables_of(bound.steps)]

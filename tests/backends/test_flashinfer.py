@@ -154,7 +154,7 @@ def test_draft_steps_equal_plain_torch(topk, kind, indices, options, page_size):
 
 def drafted(bound, rows: list[int], lens: list[int], q: torch.Tensor) -> torch.Tensor:
     """Run all steps over random beams; every step's words are written just before its run."""
-    inputs, dims = bound.plan.inputs, bound.plan.dims
+    inputs, dims = bound.inputs, bound.dims
     put(
         inputs,
         dims,
@@ -163,7 +163,7 @@ def drafted(bound, rows: list[int], lens: list[int], q: torch.Tensor) -> torch.T
     )
     inputs.words[: len(lens), 1:] = -1
     bound.schedule(torch.tensor([*lens, 0], dtype=torch.int32))
-    bound.plan.fill()
+    bound.fill_slots()
     bound.fill()
     generator = torch.Generator().manual_seed(3)
     out = torch.full_like(q, float("nan"))

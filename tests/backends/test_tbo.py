@@ -269,13 +269,13 @@ def test_draft_steps_are_split_alike(name, indices):
         ).bind(3)
         lens = torch.tensor([3, 5, 0], dtype=torch.int32)
         put(
-            bound.plan.inputs,
-            bound.plan.dims,
+            bound.inputs,
+            bound.dims,
             seq_lens=lens.to(DEVICE),
             req_pool_indices=torch.tensor(rows, device=DEVICE),
         )
         bound.schedule(lens)
-        bound.plan.fill()
+        bound.fill_slots()
         bound.fill()
         for step in range(3):
             bound.fill_ancestors(step)

@@ -145,7 +145,7 @@ def test_draft_steps_over_lists_and_table_agree(page_size):
 
 def draft_steps(bound, rows, q, pool) -> torch.Tensor:
     feed(bound, rows, [3, 5, 0])
-    bound.plan.fill()
+    bound.fill_slots()
     bound.fill()
     for step in range(3):
         bound.fill_ancestors(step)

@@ -122,7 +122,7 @@ def test_own_branches_are_what_draft_forwards_read():
     seen, honest = [], BoundMultiStep.fill_ancestors
 
     def spy(self, step):
-        seen.append((step, self.plan.inputs.words[:, step].clone()))
+        seen.append((step, self.inputs.words[:, step].clone()))
         honest(self, step)
 
     beams = {

@@ -23,7 +23,7 @@ def test_rows_after_the_batch_are_padding_after_a_larger_batch(backend):
         one.poison(lens)
         one.run(mode, lens, inputs(mode, lens, len(lens)))
     steps = one.step(mode, 8).bound.multi_step
-    given = steps.plan.inputs
+    given = steps.inputs
     assert given.seq_lens.device.type == DEVICE.type
     assert not given.req_pool_indices[3:].any()
     assert not given.seq_lens[3:].any()

@@ -19,7 +19,7 @@ def make_hostile(step) -> None:
     for part in (*(part.tensors() for part in buffer_sets(step)), step.bound.gathers):
         for tensor in part.values():
             # the words of the first draft forward never change: every node sees itself
-            if tensor is step.bound.multi_step.plan.inputs.words:
+            if tensor is step.bound.multi_step.inputs.words:
                 tensor = tensor[:, 1:]
             value = float("nan") if tensor.is_floating_point() else 2**31 - 1
             assert tensor.device.type == DEVICE.type

@@ -42,7 +42,7 @@ def test_a_branch_lists_the_prefix_and_its_ancestors():
     one.poison(LENS)
     one.run(MODE, LENS, inputs(MODE, LENS, 1))
     steps = one.step(MODE, 8).bound.multi_step
-    words = steps.plan.inputs.words[..., 0].tolist()
+    words = steps.inputs.words[..., 0].tolist()
     assert steps.kv_indices.device.type == DEVICE.type
     for step in range(3):
         indptr = steps.kv_indptr[step].tolist()

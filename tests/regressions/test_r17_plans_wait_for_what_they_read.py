@@ -59,7 +59,7 @@ def poison(run: Engine) -> None:
     tensors = [tensor for name, tensor in step.buffers.tensors().items() if name not in kept]
     tensors += step.bound.gathers.values()
     # the words of the first draft step never change: every node sees itself
-    drafts = step.bound.multi_step.plan.inputs
+    drafts = step.bound.multi_step.inputs
     tensors += [drafts.positions, drafts.words[:, 1:], step.buffers.seq_lens, step.buffers.window]
     for tensor in tensors:
         tensor.fill_(float("nan") if tensor.is_floating_point() else POISON)

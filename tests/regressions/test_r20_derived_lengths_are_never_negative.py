@@ -35,7 +35,7 @@ def test_padding_derives_no_negative_number(nodes):
             assert not inputs.tensors()[name].any(), name
     layers = LayeredBackend("torch_native", [HEADS], KVPool([HEADS], 4, DEVICE), DEVICE)
     bound = MultiStepDraftBackend(layers, MultiStepDims.of(config), TABLE, 3, "csr").bind(3)
-    bound.plan.fill()
+    bound.fill_slots()
     bound.fill()
     for step in range(config.num_draft_forwards):
         assert bound.kv_indptr[step].tolist() == [0, step + 1, 2 * step + 2, 3 * step + 3]

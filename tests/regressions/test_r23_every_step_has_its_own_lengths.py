@@ -32,7 +32,7 @@ def test_step_i_is_a_decode_at_its_length(backend, steps, topk, nodes):
     for step in range(steps - 1):
         want = [0, *(lens + step + 1).cumsum(0).tolist()]
         assert bound.kv_indptr[step].tolist() == want
-        positions = bound.plan.inputs.positions[:, step].flatten()
+        positions = bound.inputs.positions[:, step].flatten()
         assert positions.tolist() == (lens + step).tolist()
 
 

@@ -34,13 +34,13 @@ def test_all_steps_and_layers_attend(backend, indices):
     layers = LayeredBackend(backend, LAYERS, pool, DEVICE)
     bound = MultiStepDraftBackend(layers, MultiStepDims.of(CONFIG), table, 2, indices).bind(2)
     put(
-        bound.plan.inputs,
-        bound.plan.dims,
+        bound.inputs,
+        bound.dims,
         req_pool_indices=torch.tensor([1, 2], device=DEVICE),
         seq_lens=torch.tensor([9, 0], dtype=torch.int32, device=DEVICE),
     )
     bound.schedule(torch.tensor([9, 0], dtype=torch.int32))
-    bound.plan.fill()
+    bound.fill_slots()
     bound.fill()
     assert len(bound.steps) == 3
     for step, attend in enumerate(bound.steps):

@@ -26,7 +26,7 @@ def test_a_bucket_may_exceed_the_request_pool():
     table = torch.zeros(3, 16, dtype=torch.int32, device=DEVICE)
     layers = LayeredBackend("torch_native", [HEADS], KVPool([HEADS], 64, DEVICE), DEVICE)
     bound = MultiStepDraftBackend(layers, MultiStepDims.of(config), table, 12, "csr").bind(12)
-    bound.plan.fill()
+    bound.fill_slots()
     bound.fill()
     for step, attend in enumerate(bound.steps):
         assert len(attend.plan.kv_indptr) == 12 * 2 + 1

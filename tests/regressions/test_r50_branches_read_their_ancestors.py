@@ -38,8 +38,8 @@ def build(backend: str, indices: str, parents: list[list[int]]):
     layers = LayeredBackend(backend, [HEADS], pool, DEVICE)
     bound = MultiStepDraftBackend(layers, MultiStepDims.of(config), table, 1, indices).bind(1)
     put(
-        bound.plan.inputs,
-        bound.plan.dims,
+        bound.inputs,
+        bound.dims,
         req_pool_indices=torch.tensor([1], device=DEVICE),
         seq_lens=torch.tensor([PREFIX], dtype=torch.int32, device=DEVICE),
     )
@@ -47,9 +47,9 @@ def build(backend: str, indices: str, parents: list[list[int]]):
     for step, row in enumerate(parents, 1):
         paths.append([[*paths[-1][beam], step * topk + k] for k, beam in enumerate(row)])
     words = torch.tensor([[sum(1 << node for node in path) for path in row] for row in paths])
-    bound.plan.inputs.words.copy_(words[None, :, :, None])
+    bound.inputs.words.copy_(words[None, :, :, None])
     bound.schedule(torch.tensor([PREFIX], dtype=torch.int32))
-    bound.plan.fill()
+    bound.fill_slots()
     bound.fill()
     for step in range(steps):
         bound.fill_ancestors(step)

@@ -71,7 +71,7 @@ def test_every_node_is_drafted_as_its_path_would_be_alone(topk, steps, page_size
     decoder = run.decoder(config)
     (part,) = decoder.parts(Level.GREEDY)
     (step,) = decoder.runner._captured[part][3].program.steps
-    words = step.bound.multi_step.plan.inputs.words  # [3, steps - 1, topk, W]
+    words = step.bound.multi_step.inputs.words  # [3, steps - 1, topk, W]
     calls = spy.calls[: steps - 1]
     crossed = collapsed = 0
     for b, text in enumerate(texts):

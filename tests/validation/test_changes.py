@@ -101,7 +101,7 @@ def test_debugging_compares_what_nobody_can_replace_but_by_force(wanted):
     step = step_of(validate="debug")
     Failing.ran.clear()
     (launched,) = step.one.decoder._launches[4].steps
-    sets = {"buffers": launched.buffers, "drafting": launched.bound.multi_step.plan.inputs}
+    sets = {"buffers": launched.buffers, "drafting": launched.bound.multi_step.inputs}
     for owner, buffers in sets.items():
         for name, tensor in buffers.tensors().items():
             object.__setattr__(buffers, name, tensor.clone())

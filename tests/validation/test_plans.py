@@ -142,4 +142,4 @@ def test_a_batch_above_the_buffers_is_not_cut_short():
     for batch in (5, -1):
         with pytest.raises(ValueError, match=rf"batch must be 0\.\.4, got {batch}"):
             steps.bind(batch)
-    assert len(steps.bind(4).plan.seq_lens) == 4
+    assert len(steps.bind(4).inputs.seq_lens) == 4
