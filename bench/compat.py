@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "compat_record.json"
-TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scipy", "matplotlib")
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scipy")
 SMALL = ("-c", str(ROOT / "constraints.txt"))
 VERSIONS = ("torch", "triton", "numpy", "transformers", "sglang")
 EVERY_EDIT = ("-m", "not slow")

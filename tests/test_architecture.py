@@ -90,12 +90,12 @@ def test_a_forward_mode_is_data(path):
 
 
 def test_importing_the_library_is_light():
-    """No GPU, no Triton, no models, no plots."""
+    """No GPU, no Triton, no models."""
     code = (
         "import sys\n"
         "sys.modules['triton'] = None\n"
         "import specattn\n"
-        "for name in ('transformers', 'matplotlib', 'flashinfer', 'sgl_kernel', 'typer'):\n"
+        "for name in ('transformers', 'flashinfer', 'sgl_kernel', 'typer'):\n"
         "    assert name not in sys.modules, name\n"
         "print(specattn.__version__)\n"
     )

@@ -1,9 +1,9 @@
-"""The tables and pictures of documentation pages, made from result files.
+"""The tables of documentation pages, made from result files.
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
 replaced. Names are ``summary``, ``machines``, ``steps``, ``dflash``, ``pair``,
 ``acceptance``, ``proposers``, ``host``, and those of `SHOWN`. Cells that are not shown are in the
-result files and, of shown parts, in the pictures.
+result files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from . import (
     acceptance,
     decode,
     host_trees,
-    plots,
     proposers,
     steps,
     summary,
@@ -81,20 +80,12 @@ MARKED = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTAL
 
 
 def write(folder: Path, docs: Path) -> list[Path]:
-    """Make the pages and their pictures anew; return what was written."""
+    """Make the pages anew; return what was written."""
     parts = read(folder)
     made = [docs / name for name in PAGES]
     for page in made:
         page.write_text(rendered(page.read_text(), folder, parts))
-    for part in parts:
-        if part.name in SHOWN:
-            made.append(picture(docs, part.name))
-            plots.bars(part, made[-1])
     return made
-
-
-def picture(docs: Path, name: str) -> Path:
-    return docs / "img" / f"attention_{name}.svg"
 
 
 def rendered(page: str, folder: Path, parts: list[PartFound]) -> str:
@@ -133,6 +124,6 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     for part in parts:
         if part.name in SHOWN:
             table, names = SHOWN[part.name]
-            shown = table([cell for cell in part.cells if cell.name in names.split("; ")])
-            found[part.name] = f"![{part.title}](img/attention_{part.name}.svg)\n\n{shown}"
+            chosen = [cell for cell in part.cells if cell.name in names.split("; ")]
+            found[part.name] = table(chosen)
     return found

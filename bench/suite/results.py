@@ -30,8 +30,8 @@ class Line:
         Microseconds per layer.
     moved, flops : float
         Bytes that must move, and operations.
-    copy_tb_s, matmul_tflops : float
-        The part's roofs; the second is 0 where it was not measured.
+    copy_tb_s : float
+        The part's speed of a copy.
     """
 
     name: str
@@ -40,7 +40,6 @@ class Line:
     moved: float
     flops: float
     copy_tb_s: float
-    matmul_tflops: float
 
     @property
     def of_copy(self) -> float:
@@ -49,12 +48,6 @@ class Line:
     @property
     def tflops(self) -> float:
         return self.flops / self.us / 1e6
-
-    @property
-    def of_roof(self) -> float:
-        """Share of the speed that the memory or the tensor cores allow, whichever is less."""
-        compute = self.tflops / self.matmul_tflops if self.matmul_tflops else 0.0
-        return max(self.of_copy, compute)
 
     @property
     def tokens(self) -> int:
@@ -78,11 +71,6 @@ class Found:
         """The fastest peer."""
         return min(self.peers.values(), key=lambda line: line.us, default=None)
 
-    @property
-    def lines(self) -> list[Line]:
-        """All of specattn's."""
-        return [*([self.own] if self.own else []), *self.variants.values()]
-
     def against(self, *names: str) -> float | None:
         """How many times longer the fastest of these peers takes; of all, if none is named."""
         lines = [self.peers[name] for name in names or self.peers if name in self.peers]
@@ -96,9 +84,7 @@ class PartFound:
     """A part's file."""
 
     name: str
-    title: str
     machine: dict[str, Any]
-    roofs: dict[str, float]
     cells: list[Found]
 
 
@@ -111,13 +97,8 @@ def read(folder: Path) -> list[PartFound]:
 
 
 def _part(found: dict[str, Any]) -> PartFound:
-    return PartFound(
-        found["part"],
-        found["title"],
-        found["machine"],
-        found["roofs"],
-        [_cell(found, cell) for cell in found["cells"]],
-    )
+    cells = [_cell(found, cell) for cell in found["cells"]]
+    return PartFound(found["part"], found["machine"], cells)
 
 
 def _cell(part: dict[str, Any], found: dict[str, Any]) -> Found:
@@ -144,7 +125,6 @@ def _line(part: dict[str, Any], entry: dict[str, Any], case: dict[str, Any]) -> 
         moved=entry["bytes"],
         flops=entry["flops"],
         copy_tb_s=part["roofs"]["copy_tb_s"],
-        matmul_tflops=part["roofs"].get("matmul_tflops", 0.0),
     )
 
 

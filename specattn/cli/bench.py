@@ -52,7 +52,7 @@ def bench(
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="List parts, cells and peers.")] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Write tables and plots of docs/ from DIR.")
+        bool, typer.Option("--report", help="Write tables of docs/ from DIR.")
     ] = False,
     shard: Annotated[str, typer.Option("--shard", hidden=True)] = "",
 ) -> None:
