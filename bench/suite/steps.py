@@ -20,8 +20,6 @@ PLACE = (1, 4096)
 #: Of the batches and contexts, those that the page shows; and of gains, the shortest and longest.
 PLACES = ("1 x 1k", "1 x 4k", "1 x 32k", "4 x 4k", "16 x 4k", "16 x 32k", "64 x 4k")
 ENDS = ("1 x 1k", "1 x 32k")
-#: A fixed loop that takes so many times its shortest says that somebody else holds the host up.
-NOISY = 1.2
 Cell = dict[str, Any]
 
 

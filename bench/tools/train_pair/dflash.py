@@ -6,47 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .head import Mlp, Norm, linear
-from .layers import rotary, rotate
-
-
-class BlockAttention(nn.Module):
-    """Attention of blocks to the context before them and to themselves, as in Qwen3."""
-
-    def __init__(self, config: dict) -> None:
-        super().__init__()
-        hidden, head_dim = config["hidden_size"], config["head_dim"]
-        q_width = config["num_attention_heads"] * head_dim
-        kv_width = config["num_key_value_heads"] * head_dim
-        self.head_dim = head_dim
-        self.theta = config["rope_parameters"]["rope_theta"]
-        self.groups = config["num_attention_heads"] // config["num_key_value_heads"]
-        self.q_proj = linear(hidden, q_width)
-        self.k_proj = linear(hidden, kv_width)
-        self.v_proj = linear(hidden, kv_width)
-        self.o_proj = linear(q_width, hidden)
-        self.q_norm = Norm(head_dim, config["rms_norm_eps"])
-        self.k_norm = Norm(head_dim, config["rms_norm_eps"])
-
-    def forward(self, x: Tensor, context: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Attend ``x [B, Q, H]`` to ``context [B, T, H]`` and itself.
-
-        ``positions [B, T + Q]`` are those of the keys, and ``mask [B, 1, Q, T + Q]`` says which
-        of them a query sees.
-        """
-        both = torch.cat([context, x], 1)
-        q, k, v = (
-            proj(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for proj, inputs in ((self.q_proj, x), (self.k_proj, both), (self.v_proj, both))
-        )
-        # [B, 1, T + Q, head_dim]
-        cos, sin = (part[:, None] for part in rotary(positions, self.head_dim, self.theta))
-        past = context.shape[1]
-        q = rotate(self.q_norm(q), cos[:, :, past:], sin[:, :, past:])
-        k = rotate(self.k_norm(k), cos, sin)
-        k, v = (part.repeat_interleave(self.groups, 1) for part in (k, v))
-        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.o_proj(heads.transpose(1, 2).flatten(-2))
+from .head import Attention, Mlp, Norm, linear
 
 
 class BlockLayer(nn.Module):
@@ -56,13 +16,20 @@ class BlockLayer(nn.Module):
         super().__init__()
         hidden, eps = config["hidden_size"], config["rms_norm_eps"]
         self.input_layernorm = Norm(hidden, eps)
-        self.self_attn = BlockAttention(config)
+        theta = config["rope_parameters"]["rope_theta"]
+        self.self_attn = Attention(config, hidden, theta, normed=True)
         self.post_attention_layernorm = Norm(hidden, eps)
         self.mlp = Mlp(hidden, config["intermediate_size"])
 
     def forward(self, x: Tensor, context: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Map ``x [B, Q, H]`` to the same shape; see `BlockAttention.forward`."""
-        x = x + self.self_attn(self.input_layernorm(x), context, positions, mask)
+        """Map ``x [B, Q, H]`` to the same shape.
+
+        It attends to ``context [B, T, H]`` and itself, of which ``positions [B, T + Q]`` and
+        ``mask [B, 1, Q, T + Q]`` are; see `Attention.forward`.
+        """
+        normed = self.input_layernorm(x)
+        attn, _ = self.self_attn(normed, torch.cat([context, normed], 1), positions, mask)
+        x = x + attn
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -33,32 +33,39 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the concatenation of embedding and feature."""
+    """Grouped-query attention of inputs of any width, its queries and keys normed or not."""
 
-    def __init__(self, config: dict) -> None:
+    def __init__(self, config: dict, width: int, theta: float, *, normed: bool) -> None:
         super().__init__()
-        hidden, head_dim = config["hidden_size"], config["head_dim"]
-        q_width = config["num_attention_heads"] * head_dim
-        kv_width = config["num_key_value_heads"] * head_dim
-        self.head_dim, self.theta = head_dim, config["rope_theta"]
-        self.groups = config["num_attention_heads"] // config["num_key_value_heads"]
-        self.q_proj = linear(2 * hidden, q_width)
-        self.k_proj = linear(2 * hidden, kv_width)
-        self.v_proj = linear(2 * hidden, kv_width)
-        self.o_proj = linear(q_width, hidden)
+        head_dim, eps = config["head_dim"], config["rms_norm_eps"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.head_dim, self.theta, self.groups = head_dim, theta, heads // kv_heads
+        self.q_proj = linear(width, heads * head_dim)
+        self.k_proj = linear(width, kv_heads * head_dim)
+        self.v_proj = linear(width, kv_heads * head_dim)
+        self.o_proj = linear(heads * head_dim, config["hidden_size"])
+        self.q_norm, self.k_norm = (
+            Norm(head_dim, eps) if normed else nn.Identity() for _ in range(2)
+        )
 
     def forward(
-        self, x: Tensor, positions: Tensor, mask: Tensor, past: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Attend ``x [B, T, 2H]`` to the past and itself."""
+        self, x: Tensor, keyed: Tensor, positions: Tensor, mask: Tensor,
+        past: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        """Attend ``x [B, Q, width]``, the last of ``keyed [B, T, width]``, to these and the past.
+
+        ``positions [..., T]`` are those of the keys, and ``mask [..., Q, past + T]`` says which of
+        them a query sees. The second value is the keys and values so far.
+        """
         q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            proj(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for proj, inputs in ((self.q_proj, x), (self.k_proj, keyed), (self.v_proj, keyed))
         )
-        cos, sin = rotary(positions, self.head_dim, self.theta)
-        # [B, 1, T, head_dim]; one row of positions serves the whole batch
-        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        # [.., 1, T, head_dim]; one row of positions may serve the whole batch
+        cos, sin = (part.unsqueeze(-3) for part in rotary(positions, self.head_dim, self.theta))
+        first = keyed.shape[1] - x.shape[1]
+        q = rotate(self.q_norm(q), cos[..., first:, :], sin[..., first:, :])
+        k = rotate(self.k_norm(k), cos, sin)
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
         wide_k, wide_v = (t.repeat_interleave(self.groups, 1) for t in (k, v))
@@ -89,7 +96,7 @@ class MidLayer(nn.Module):
         self.input_layernorm = Norm(hidden, eps)
         self.hidden_norm = Norm(hidden, eps)
         self.post_attention_layernorm = Norm(hidden, eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, 2 * hidden, config["rope_theta"], normed=False)
         self.mlp = Mlp(hidden, config["intermediate_size"])
 
     def forward(
@@ -98,7 +105,7 @@ class MidLayer(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
         """Return the new feature ``[B, T, H]`` and the keys and values seen so far."""
         both = torch.cat([self.input_layernorm(embed), self.hidden_norm(feature)], -1)
-        attn, kv = self.self_attn(both, positions, mask, past)
+        attn, kv = self.self_attn(both, both, positions, mask, past)
         x = feature + attn
         return x + self.mlp(self.post_attention_layernorm(x)), kv
 

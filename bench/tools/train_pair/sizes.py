@@ -45,6 +45,16 @@ class PairSize:
     eval_rows: int = 128
     eval_new_tokens: int = 128
 
+    @property
+    def shape(self) -> dict[str, int | float]:
+        """What the configs of all three models have, by its name there."""
+        return {
+            "hidden_size": self.hidden, "num_attention_heads": self.q_heads,
+            "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
+            "vocab_size": self.vocab, "rms_norm_eps": self.rms_eps,
+            "max_position_embeddings": self.max_positions,
+        }  # fmt: skip
+
 
 FULL = PairSize()
 TINY = PairSize(

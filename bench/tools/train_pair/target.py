@@ -36,12 +36,9 @@ class BlockWeights(NamedTuple):
 def new_target(size: PairSize) -> Qwen3ForCausalLM:
     """Build a freshly initialised float32 target; output projections start small, as in GPT-2."""
     config = Qwen3Config(
-        vocab_size=size.vocab, hidden_size=size.hidden, intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers, num_attention_heads=size.q_heads,
-        num_key_value_heads=size.kv_heads, head_dim=size.head_dim, rms_norm_eps=size.rms_eps,
-        max_position_embeddings=size.max_positions, rope_theta=size.rope_theta,
-        tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=None,
-        use_cache=True,
+        **size.shape, intermediate_size=size.intermediate, num_hidden_layers=size.layers,
+        rope_theta=size.rope_theta, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+        pad_token_id=None, use_cache=True,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from specattn.models.hub import PAIR_HEADS
 
 from .dflash import DenseDFlash
 from .train_head import LONG_EVERY, OnPolicy
@@ -33,50 +36,25 @@ class DFlashRecipe(Recipe):
 
 
 def dflash_config(size: PairSize, mask_token_id: int) -> dict:
-    """Return the ``config.json`` of speculators 0.9 for a DFlash head of this pair.
+    """Return the ``config.json`` of speculators 0.9 for a DFlash head, as the package's.
 
     It counts states that enter a layer, so each id is one above the layer whose output is read.
     """
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": size.block_size - 1,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
+    found = json.loads((PAIR_HEADS["dflash"] / "config.json").read_text())
+    (method,) = found["speculators_config"]["proposal_methods"]
+    method["speculative_tokens"] = size.block_size - 1
+    found["transformer_layer_config"] |= {
+        **size.shape,
+        "intermediate_size": size.block_intermediate,
+        "num_hidden_layers": size.block_layers,
+        "layer_types": ["full_attention"] * size.block_layers,
+        "rope_parameters": {"rope_type": "default", "rope_theta": size.rope_theta},
     }
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": "dflash",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": None},
-        },
+    return found | {
         "aux_hidden_state_layer_ids": [layer + 1 for layer in size.block_features],
         "block_size": size.block_size,
         "mask_token_id": mask_token_id,
-        "sample_from_anchor": False,
-        "sliding_window_non_causal": False,
         "draft_vocab_size": size.vocab,
-        "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "transformer_layer_config": {
-            "model_type": "qwen3",
-            "hidden_size": size.hidden,
-            "intermediate_size": size.block_intermediate,
-            "num_hidden_layers": size.block_layers,
-            "num_attention_heads": size.q_heads,
-            "num_key_value_heads": size.kv_heads,
-            "head_dim": size.head_dim,
-            "hidden_act": "silu",
-            "layer_types": ["full_attention"] * size.block_layers,
-            "rms_norm_eps": size.rms_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": size.rope_theta},
-            "max_position_embeddings": size.max_positions,
-            "vocab_size": size.vocab,
-        },
     }
 
 

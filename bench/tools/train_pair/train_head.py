@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from specattn.models.hub import PAIR_HEADS
 
 from .head import DenseHead
 from .train_target import Recipe, fit, windows
@@ -76,30 +79,16 @@ def frequent_tokens(rows: Tensor, vocab: int, draft_vocab: int) -> Tensor:
 
 
 def head_config(size: PairSize) -> dict:
-    """Return the ``config.json`` of a published EAGLE-3 head for this pair."""
+    """Return the ``config.json`` of a published EAGLE-3 head, as the package's, for this pair."""
+    published = json.loads((PAIR_HEADS["eagle3"] / "config.json").read_text())
+    layers = {"eagle_aux_hidden_state_layer_ids": list(size.aux_layers)}
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": size.hidden,
+        **published,
+        **size.shape,
         "intermediate_size": size.draft_intermediate,
-        "num_attention_heads": size.q_heads,
-        "num_key_value_heads": size.kv_heads,
-        "head_dim": size.head_dim,
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "vocab_size": size.vocab,
         "draft_vocab_size": size.draft_vocab,
-        "rms_norm_eps": size.rms_eps,
         "rope_theta": size.rope_theta,
-        "max_position_embeddings": size.max_positions,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(size.aux_layers),
-            "use_aux_hidden_state": True,
-        },
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
+        "eagle_config": published["eagle_config"] | layers,
     }
 
 
