@@ -167,8 +167,6 @@ class DraftTree:
         ``[B, n]`` int64; a position is ``seq_lens + depth``.
     words : Tensor
         ``[B, n, W]`` int64; bit j of row i is set iff node j is i or an ancestor of i.
-    retrieve_index : Tensor
-        ``[B, n]`` int64, the node's flat row ``b * n + j``.
     retrieve_next_token, retrieve_next_sibling : Tensor
         ``[B, n]`` int64, local index of the first child / next sibling, -1 for none.
     draft_probs : Tensor
@@ -178,7 +176,6 @@ class DraftTree:
     tokens: Tensor
     positions: Tensor
     words: Tensor
-    retrieve_index: Tensor
     retrieve_next_token: Tensor
     retrieve_next_sibling: Tensor
     draft_probs: Tensor

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from specattn.batch import DraftTree
 from specattn.kernels.tree import build_tree
 from specattn.plan import mask_words
@@ -27,8 +25,7 @@ def built_tree(
     size, nodes = len(roots), config.num_draft_tokens
     tokens, positions, first, sibling = roots.new_empty(4, size, nodes)
     words = roots.new_empty(size, nodes, mask_words(nodes))
-    index = torch.arange(size * nodes, device=roots.device).view(size, nodes)
-    tree = DraftTree(tokens, positions, words, index, first, sibling, candidates.draft_probs)
+    tree = DraftTree(tokens, positions, words, first, sibling, candidates.draft_probs)
     build_tree(candidates, roots, seq_lens, topk=config.topk, out=tree)
     return tree
 

@@ -22,7 +22,6 @@ TREE = DraftTree(
     tokens=torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]]),
     positions=torch.tensor([[3, 4, 4, 5, 5, 6], [5, 6, 6, 7, 7, 8]]),
     words=torch.tensor(WORDS)[:, :, None],
-    retrieve_index=torch.arange(12).view(2, 6),
     retrieve_next_token=torch.tensor([[1, 3, -1, 5, -1, -1], [1, 3, 4, -1, 5, -1]]),
     retrieve_next_sibling=torch.tensor([[-1, 2, -1, 4, -1, -1], [-1, 2, -1, -1, -1, -1]]),
     draft_probs=torch.zeros(2, 3, 0),

@@ -263,10 +263,9 @@ def first_tokens(
         ``[R]`` int64; -1 where the logits are not finite.
     """
     root = torch.zeros_like(lens)[:, None]
-    none, index = torch.full_like(root, -1), torch.arange(len(root), device=root.device)[:, None]
-    probs = torch.empty(len(root), 0, 0, device=root.device)
+    none, probs = torch.full_like(root, -1), torch.empty(len(root), 0, 0, device=root.device)
     words = torch.ones_like(root)[:, :, None]
-    tree = DraftTree(root, lens[:, None], words, index, none, none, probs)
+    tree = DraftTree(root, lens[:, None], words, none, none, probs)
     plain = SpecConfig(num_steps=0, num_draft_tokens=1)
     raw = nodes = logits[:, None]
     if processors is not None and rows is not None:

@@ -12,8 +12,6 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from specattn.backends.base import by_lengths_alone, fill_all
 from specattn.batch import AcceptResult, DraftTree, ForwardMode, Linked, Marginals
 from specattn.kernels.step import StepStart, begin_step, end_step, gather_path
@@ -143,14 +141,11 @@ class Step:
 
     def _tree(self) -> DraftTree:
         buffers, drafts = self.buffers, self.config.num_steps > 0
-        size, nodes = buffers.tokens.shape
-        index = torch.arange(size * nodes, device=self.packed.device).view(size, nodes)
         return DraftTree(
             # plain decoding verifies the bonus token alone
             buffers.tokens if drafts else buffers.roots[:, None],
             buffers.tree_positions if drafts else buffers.positions[:, :1],
             buffers.words,
-            index,
             buffers.next_token,
             buffers.next_sibling,
             buffers.tree_probs,

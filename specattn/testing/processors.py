@@ -109,7 +109,7 @@ class _World:
         depth = torch.tensor(_DEPTHS[:nodes], device=self.device)
         positions = own.tables["length"][rows] - 1 + depth
         none, probs = torch.full_like(tokens, -1), torch.empty(size, 0, 0, device=self.device)
-        return DraftTree(tokens, positions, words.to(self.device), none, none, none, probs)
+        return DraftTree(tokens, positions, words.to(self.device), none, none, probs)
 
     def process(self, own: OwnProcessors, tokens: Tensor, logits: Tensor, *rows: int) -> Tensor:
         """Return the logits of nodes below the texts of rows."""

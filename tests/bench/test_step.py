@@ -87,7 +87,7 @@ def test_the_kernel_chooses_what_its_twin_does():
     decoder = run.decoder(Setting(3, 3, 12), [3], accept)
     decoder.step(run.admit(decoder, 3, 20))
     tokens, positions, words, logits = accept.seen
-    tree = DraftTree(tokens, positions, words, *[tokens] * 4)
+    tree = DraftTree(tokens, positions, words, *[tokens] * 3)
     lens, found, counted = torch.tensor([4, 1, 3], dtype=torch.int32), [], []
     # of the last tree only what is one step deep
     near = positions[2] <= positions[2, 0] + 1

@@ -29,9 +29,9 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.int64, gap: int = 0) -> Ten
 
 def poisoned_tree(batch: int, n: int) -> DraftTree:
     """A tree of which nothing is written."""
-    tokens, positions, index, first, sibling = (poisoned(batch, n) for _ in range(5))
+    tokens, positions, first, sibling = (poisoned(batch, n) for _ in range(4))
     words, none = poisoned(batch, n, -(-n // 64)), poisoned(batch, 0, 0, dtype=torch.float32)
-    return DraftTree(tokens, positions, words, index, first, sibling, none)
+    return DraftTree(tokens, positions, words, first, sibling, none)
 
 
 def linked_tree(
@@ -40,7 +40,7 @@ def linked_tree(
     """A tree as walks read it: positions, words and rows are poisoned."""
     none = poisoned_tree(*tokens.shape)
     probs = none.draft_probs if draft_probs is None else draft_probs
-    return DraftTree(tokens, none.positions, none.words, none.retrieve_index, first, sibling, probs)
+    return DraftTree(tokens, none.positions, none.words, first, sibling, probs)
 
 
 def as_lists(tree: DraftTree) -> dict[str, list]:

@@ -39,7 +39,6 @@ def emitted(tree: dict[str, list[int]], tokens: torch.Tensor, *, chain: bool) ->
         tokens=tokens,
         positions=zeros[:, None].expand(-1, nodes),
         words=tokens[:, :, None],
-        retrieve_index=tokens,
         draft_probs=law.float().contiguous(),
         **links,
     )

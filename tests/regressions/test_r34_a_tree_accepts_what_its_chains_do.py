@@ -32,7 +32,6 @@ def tree_from(parents: list[int], tokens: list[int]) -> DraftTree:
         nodes,
         nodes,
         words_from_parents(table),
-        nodes,
         first,
         sibling,
         torch.empty(1, 0, 0, device=DEVICE),

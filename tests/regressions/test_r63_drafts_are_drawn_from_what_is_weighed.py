@@ -101,7 +101,6 @@ def test_what_is_emitted_has_the_targets_law(cut):
         tokens,
         tokens,
         tokens[:, :, None],
-        tokens,
         *(link.expand(DRAWS, -1).contiguous() for link in links),
         chosen.draft_probs[:, None],
     )

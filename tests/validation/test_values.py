@@ -65,7 +65,7 @@ MASK = torch.ones(2, 3, 70, dtype=torch.bool)
 WIDE = "[B, n, at least ceil(n / 64)] torch.int64"
 BOOLS = "[B, n, keys] torch.bool"
 CHAIN = ints([1, 2, -1], [1, 2, -1])
-TREES = DraftTree(CHAIN, CHAIN, WORDS, CHAIN, CHAIN, 0 * CHAIN - 1, torch.zeros(2, 3, 0))
+TREES = DraftTree(CHAIN, CHAIN, WORDS, CHAIN, 0 * CHAIN - 1, torch.zeros(2, 3, 0))
 PLAIN = "num_steps 0 (plain decoding)"
 ROWS = "distinct rows 1..3, or 0 for lines to skip"
 

@@ -121,7 +121,7 @@ class Case:
 
     def tree(self):
         blank = torch.empty(0, device=DEVICE)
-        return DraftTree(self.tokens, self.positions, self.words, *[blank] * 4)
+        return DraftTree(self.tokens, self.positions, self.words, *[blank] * 3)
 
     def run(self):
         return self.states.process(self.tree(), self.logits, self.at, self.bitmask)
