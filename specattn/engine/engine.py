@@ -231,7 +231,7 @@ class Engine:
         dims = StateDims(self.proposer.state_fields(widest))
         self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, target.device)
         self.scheduler = Scheduler(
-            self.table, self.configs, target.eos_token_ids, detokenize, self.proposer.lead
+            self.table, self.configs, target.eos_token_ids, detokenize, self.proposer.read_ahead
         )
         prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
         self._prompts = PromptRunner(prefill, self.states, self.scheduler)
@@ -277,7 +277,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """How many requests have a row and have not ended."""
+        """The number of requests that have a row and have not ended."""
         return len(self.scheduler.running)
 
     def generate(

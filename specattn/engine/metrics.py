@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """What an engine holds, and totals since it was made.
+    """The contents of an engine, and totals since it was made.
 
     Parameters
     ----------

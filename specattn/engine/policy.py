@@ -21,7 +21,7 @@ _TIMES = 15
 
 
 class Acceptance:
-    """What recent steps of one config gained, and their times.
+    """The gains of one config's recent steps, and their times.
 
     Parameters
     ----------

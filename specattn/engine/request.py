@@ -144,7 +144,7 @@ class Request:
 
 @dataclass
 class RequestOutput:
-    """What became of a request.
+    """The output of a request.
 
     Parameters
     ----------

@@ -56,7 +56,7 @@ class RunningRequest:
 
     @property
     def prompt_len(self) -> int:
-        """How many tokens its prompt has."""
+        """The length of its prompt."""
         return len(self.request.prompt)
 
     @property
@@ -121,8 +121,8 @@ class Scheduler:
         The target's end-of-text tokens.
     detokenize : callable or None
         Maps token ids to text, for stop strings.
-    lead : int
-        Slots past a prompt that running it writes: `Proposer.lead`.
+    read_ahead : int
+        Slots past a prompt that running it writes: `Proposer.read_ahead`.
 
     Attributes
     ----------
@@ -140,10 +140,10 @@ class Scheduler:
         configs: SpeculativeConfigs,
         eos: Collection[int],
         detokenize: Callable[[list[int]], str] | None,
-        lead: int = 0,
+        read_ahead: int = 0,
     ) -> None:
         self.table, self.configs = table, configs
-        self._eos, self.detokenize, self._lead = eos, detokenize, lead
+        self._eos, self.detokenize, self._read_ahead = eos, detokenize, read_ahead
         self.waiting: list[Item] = []
         self.running: list[RunningRequest] = []
         self._rows = self.full = table.num_free_rows
@@ -364,7 +364,7 @@ class Scheduler:
 
     def _first_slot(self, request: Request) -> int:
         """Return how many positions running a prompt needs slots for."""
-        return min(len(request.prompt) + self._lead, self.table.max_context_len)
+        return min(len(request.prompt) + self._read_ahead, self.table.max_context_len)
 
     def _last_slot(self, request: Request) -> int:
         """Return how many positions of a request may ever need slots.

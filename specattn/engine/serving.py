@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Feed:
-    """What the engine's thread has told the consumer of a request.
+    """The messages of the engine's thread to the consumer of a request.
 
     The consumer reads the engine's ``result`` up to what was ``told``: tokens, steps, and why it
     ended. So outputs that nobody reads take no memory of their own.

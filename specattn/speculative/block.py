@@ -1,4 +1,4 @@
-"""What a step asks of a draft that writes whole blocks.
+"""Drafts that write whole blocks: their interface and attention.
 
 A block is the bonus token and mask tokens behind it, at the positions after the committed ones. All
 its tokens see the prefix. Which of the block they see, is the layer's: all of it, or what comes
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ContextStore:
-    """Where keys and values of committed tokens go, layer by layer.
+    """The writer of committed tokens' keys and values, layer by layer.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class ContextStore:
 
 @dataclass(frozen=True)
 class BlockView:
-    """What the tokens of a block see in a layer.
+    """The visibility of a block's tokens in a layer.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ class BlockDraftModel(Protocol):
 
     @property
     def block(self) -> BlockShape:
-        """What it fills in one forward."""
+        """The block that it fills in one forward."""
 
     @property
     def vocab_size(self) -> int:

@@ -1,9 +1,10 @@
 """Blocks of tokens, drafted in one forward (DFlash, arXiv:2602.06036).
 
-The draft fills the places behind the bonus token, each by itself, so that it gives the step a law
-per place: a chain follows the most probable tokens, a tree several of every place. What it keeps of
-a text are projections of the target's features, which `BoundDFlash.absorb` writes for accepted
-tokens. The block's own keys and values lie behind the committed length, and are written again.
+The draft fills the places behind the bonus token, each by itself, so that it gives the step a
+distribution per place: a chain follows the most probable tokens, a tree several of every place.
+What it keeps of a text are projections of the target's features, which `BoundDFlash.absorb` writes
+for accepted tokens. The block's own keys and values lie behind the committed length, and are
+written again.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class DFlashProposer(ModelProposer):
         """Return the block's columns, or the accepted path's."""
         return model.block.columns(config)
 
-    def ahead(self, config: SpecConfig) -> int:
+    def num_positions(self, config: SpecConfig) -> int:
         """Return the block's positions."""
         return self.model.block.size if config.num_steps else 0
 
@@ -132,14 +133,14 @@ class BoundDFlash(BoundProposer):
     def _draw(self, logits: Tensor) -> Marginals:
         """Draw a token of every place."""
         buffers, depth = self.step.buffers, self.step.config.num_steps
-        laws = target_probs(logits, buffers.temperature, None, None, rows_per_req=depth)
+        dense = target_probs(logits, buffers.temperature, None, None, rows_per_req=depth)
         # by the position of the token before it, as other drafts do
         coins = uniform(buffers.seeds, buffers.positions[:, :depth], DRAFT)
-        ids = draw_tokens(laws, coins.flatten())[:, None]
+        ids = draw_tokens(dense, coins.flatten())[:, None]
         shape = len(self.step), depth, 1
-        probs = laws.gather(1, ids).log_().view(shape)
+        probs = dense.gather(1, ids).log_().view(shape)
         tokens = self.proposer.to_target(ids).view(shape)
-        return Marginals(probs, tokens, laws.view(*shape[:2], -1))
+        return Marginals(probs, tokens, dense.view(*shape[:2], -1))
 
     def absorb(self, accepted: AcceptResult) -> dict[str, Tensor]:
         """Write the context of the accepted path; nothing else is kept."""

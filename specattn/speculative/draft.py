@@ -167,20 +167,20 @@ def propose_along_chain(
         probs.append(chosen.probs)
         tokens.append(chosen.tokens)
         hidden = out.hidden_states
-    laws = torch.stack(probs, 1)
-    return Marginals(laws.log_(), torch.stack(tokens, 1), laws.new_empty(*laws.shape[:2], 0))
+    best = torch.stack(probs, 1)
+    return Marginals(best.log_(), torch.stack(tokens, 1), best.new_empty(*best.shape[:2], 0))
 
 
 def beams_of(marginals: Marginals, config: SpecConfig) -> Candidates:
-    """Grow beams of ``topk`` over a block's laws."""
-    laws, names = marginals.log_probs.exp(), marginals.tokens
-    batch, depth, topk = laws.shape
-    candidates = _candidates(laws, config)
+    """Grow beams of ``topk`` over a block's distributions."""
+    best, names = marginals.log_probs.exp(), marginals.tokens
+    batch, depth, topk = best.shape
+    candidates = _candidates(best, config)
     beams: Beams | None = None
     for step in range(depth):
         width = topk if step else 1
         probs, tokens = (
-            x[:, step, None].expand(batch, width, topk).contiguous() for x in (laws, names)
+            x[:, step, None].expand(batch, width, topk).contiguous() for x in (best, names)
         )
         if step == depth - 1:
             append_candidates(step, probs, tokens, beams, candidates=candidates)

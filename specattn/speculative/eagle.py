@@ -48,7 +48,7 @@ class EagleProposer(ModelProposer):
     @classmethod
     def columns(cls, model: DraftModel, config: SpecConfig) -> int:
         """Return the columns of all draft forwards, or of the extend."""
-        return cls.lead + max(config.num_draft_forwards * config.topk, config.num_steps + 1)
+        return cls.read_ahead + max(config.num_draft_forwards * config.topk, config.num_steps + 1)
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the fields of `DraftState`."""
@@ -91,11 +91,11 @@ class BoundEagle(BoundProposer):
 
     def __init__(self, proposer: EagleProposer, step: StepViews) -> None:
         super().__init__(proposer, step)
-        config, buffers, lead = step.config, step.buffers, proposer.lead
+        config, buffers, read_ahead = step.config, step.buffers, proposer.read_ahead
         layout = config.layout(ForwardMode.DRAFT_EXTEND)
         self.extend_words = step.buffer("extend_words", causal_words(layout))
         self.extend_positions, lens = buffers.positions, buffers.seq_lens
-        if lead:
+        if read_ahead:
             self.seq_lens = lens = step.buffer("draft_lens", lens.new_zeros(()))
             self.extend_positions = step.buffer(
                 "draft_positions", torch.zeros_like(buffers.positions[0])
@@ -116,7 +116,7 @@ class BoundEagle(BoundProposer):
             buffers.req_pool_indices,
             lens,
             self.extend_positions,
-            buffers.window[:, lead : lead + width],
+            buffers.window[:, read_ahead : read_ahead + width],
             self.extend_words,
         )
         plan = AttnPlan.over(layout, step.table.req_to_token, inputs)
@@ -124,9 +124,11 @@ class BoundEagle(BoundProposer):
         self.absorbing = (self.extend_attention,)
 
     def begin(self) -> None:
-        """Fill the index lists and the positions of a lead."""
-        if self.proposer.lead:
-            torch.add(self.step.buffers.positions, self.proposer.lead, out=self.extend_positions)
+        """Fill the index lists and the positions of what is read ahead."""
+        if self.proposer.read_ahead:
+            torch.add(
+                self.step.buffers.positions, self.proposer.read_ahead, out=self.extend_positions
+            )
         if self.multi_step is not None:
             self.multi_step.fill_lists()
 
@@ -176,9 +178,9 @@ class BoundEagle(BoundProposer):
 
 def _drafting(proposer: EagleProposer, step: StepViews, lens: Tensor) -> MultiStepDraftBackend:
     """Return what the draft forwards of all batch sizes share."""
-    config, buffers, lead = step.config, step.buffers, proposer.lead
+    config, buffers, read_ahead = step.config, step.buffers, proposer.read_ahead
     width = config.num_draft_forwards * config.topk
-    slots = buffers.window[:, lead : lead + width]
+    slots = buffers.window[:, read_ahead : read_ahead + width]
     drafting = MultiStepDraftBackend(
         proposer.slot.backend,
         MultiStepDims.of(config),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Grammar(Protocol):
-    """What the text of one request must match, and its state."""
+    """A grammar that one request's text must match, and its state."""
 
     def fill(self, tokens: Sequence[int], parents: Sequence[int], bitmask: Tensor) -> None:
         """Say which tokens may follow each node; change nothing else.

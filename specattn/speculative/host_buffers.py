@@ -1,4 +1,4 @@
-"""How steps find rows, and the host tokens, without copy or wait."""
+"""Pinned memory between host and steps, without copy or wait."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class HostBuffers:
         part, 0 for padding, of S steps in flight. May have a row stride.
     packed : Tensor
         ``[S, B, width]`` int64, as ``rows``: what `Step.packed` holds.
-    turn : Tensor
+    entry : Tensor
         ``[1]`` int64 on the device, which entry the next step reads and writes.
     """
 
     rows: Tensor
     packed: Tensor
-    turn: Tensor
+    entry: Tensor
 
     @classmethod
     def alloc(cls, steps: int, batch: int, width: int, device: torch.device) -> HostBuffers:
@@ -47,17 +47,17 @@ class HostBuffers:
 
     def of(self, begin: int, end: int) -> HostBuffers:
         """Return the buffers of the requests ``[begin, end)`` of every step."""
-        return HostBuffers(self.rows[:, begin:end], self.packed[:, begin:end], self.turn)
+        return HostBuffers(self.rows[:, begin:end], self.packed[:, begin:end], self.entry)
 
-    def align(self, turn: int) -> None:
-        """Wait for this stream's steps, whose entries are unknown; set the turn."""
-        if self.turn.is_cuda:
-            torch.cuda.current_stream(self.turn.device).synchronize()
-        self.turn.fill_(turn)
+    def align(self, entry: int) -> None:
+        """Wait for this stream's steps, whose entries are unknown; set the entry."""
+        if self.entry.is_cuda:
+            torch.cuda.current_stream(self.entry.device).synchronize()
+        self.entry.fill_(entry)
 
     def write_output(self, packed: Tensor) -> None:
-        """Write ``packed [b, width]``; pass the turn on; capturable."""
-        write_output(packed, self.packed, self.turn)
+        """Write ``packed [b, width]``; pass the entry on; capturable."""
+        write_output(packed, self.packed, self.entry)
 
 
 class PendingStep:
@@ -169,10 +169,10 @@ class InFlight:
 
     def __init__(self, host: HostBuffers) -> None:
         self.host = host
-        device = host.turn.device
+        device = host.entry.device
         self._device = device.index
         # of all events the one that costs the host least
-        self._done = [torch.Event(device) if host.turn.is_cuda else None for _ in host.rows]
+        self._done = [torch.Event(device) if host.entry.is_cuda else None for _ in host.rows]
         self._packed = list(host.packed)
         #: Where processed steps write log-probabilities; None until there are such steps.
         self.logprobs: LogprobBuffers | None = None
@@ -180,7 +180,7 @@ class InFlight:
         self._rows = [rows.numpy().data.cast("B") for rows in host.rows]
         self._steps: list[PendingStep | None] = [None] * len(self._packed)
         self._next = 0
-        # whether the device's turn is known to be `_next`
+        # whether the device's entry is known to be `_next`
         self._aligned = True
 
     @property
@@ -207,7 +207,7 @@ class InFlight:
             raise ValueError(f"rows must be whole numbers, got {list(rows)}") from problem
 
     def moved(self) -> None:
-        """Note that later launches move the device's turn on."""
+        """Note that later launches move the device's entry on."""
         self._aligned = False
 
     def launched(
@@ -233,7 +233,7 @@ class InFlight:
             step.wait()
 
     def align(self) -> None:
-        """Wait for all launches; set the device's turn to the host's."""
+        """Wait for all launches; set the device's entry to the host's."""
         self.host.align(self._next)
         self._aligned = True
 

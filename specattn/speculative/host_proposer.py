@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class HostTree(NamedTuple):
-    """What may follow a text, as a tree below its newest token.
+    """A tree of tokens that may follow a text.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class HostRequest(Protocol):
 
     @property
     def prompt_len(self) -> int:
-        """How many of these are the prompt's."""
+        """The number of these that are the prompt's."""
 
     @property
     def ended(self) -> bool:

@@ -1,4 +1,4 @@
-"""What one launch runs: a part of one or two steps."""
+"""Launches: a part of one or two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kind of step requests need."""
+"""The kinds of step that requests may need."""
 
 from __future__ import annotations
 

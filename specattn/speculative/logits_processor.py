@@ -145,7 +145,7 @@ class NodeHistory:
 
     @property
     def depth(self) -> Tensor:
-        """How far below node 0 each node is, ``[B, n]``."""
+        """The depth of each node below node 0, ``[B, n]``."""
         return self.positions - self.positions[:, :1]
 
     @cached_property

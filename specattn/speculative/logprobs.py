@@ -67,9 +67,9 @@ class LogprobBuffers:
         """Return the buffers of these requests of every step."""
         return LogprobBuffers(self.values[:, requests], self.ids[:, requests])
 
-    def entry(self, turn: int, batch: int) -> LogprobBuffers:
+    def entry(self, entry: int, batch: int) -> LogprobBuffers:
         """Return a copy on the host of one step's entry."""
-        values, ids = (x[turn : turn + 1, :batch].cpu() for x in (self.values, self.ids))
+        values, ids = (x[entry : entry + 1, :batch].cpu() for x in (self.values, self.ids))
         return LogprobBuffers(values.clone(), ids.clone())
 
     def write(
@@ -78,7 +78,7 @@ class LogprobBuffers:
         logits: Tensor,
         processed: Tensor,
         rows: Tensor,
-        turn: Tensor,
+        entry: Tensor,
         processors: ProcessorStates,
     ) -> None:
         """Write what requests want of the tokens that were accepted; capturable.
@@ -91,7 +91,7 @@ class LogprobBuffers:
             ``[B, n, V]``: the target's, and processed ones.
         rows : Tensor
             ``[B]`` int64, the requests' rows of ``processors``.
-        turn : Tensor
+        entry : Tensor
             ``[1]`` int64, which step's entry is written.
         processors : ProcessorStates
             What requests want.
@@ -100,9 +100,9 @@ class LogprobBuffers:
             logits,
             accepted,
             rows,
-            turn,
+            entry,
             counts=processors.logprobs,
-            kinds=processors.logprobs_of,
+            sources=processors.logprobs_of,
             values_out=self.values,
             ids_out=self.ids,
             processed=processed,

@@ -187,11 +187,21 @@ class LookupFirstProposer(Proposer):
         If the other is a `HostProposer`.
     """
 
-    lead, slot, feature_size, dtype, vocab_size, to_target, draft_len, ahead, check = map(
+    (
+        read_ahead,
+        slot,
+        feature_size,
+        dtype,
+        vocab_size,
+        to_target,
+        draft_len,
+        num_positions,
+        check,
+    ) = map(
         _others,
         (
-            *("lead", "slot", "feature_size", "dtype", "vocab_size"),
-            *("to_target", "draft_len", "ahead", "check"),
+            *("read_ahead", "slot", "feature_size", "dtype", "vocab_size"),
+            *("to_target", "draft_len", "num_positions", "check"),
         ),
     )
 

@@ -1,4 +1,4 @@
-"""What a step asks of a target model and a draft model.
+"""The interfaces of target and draft models.
 
 Shapes: T tokens of all requests, flattened; R tokens whose logits are wanted; V and Vd the
 vocabularies of target and draft; H the draft's hidden size; F the width of the target features
@@ -69,7 +69,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What a target forward returns.
+    """The result of a target forward.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class TargetOutput:
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """What a draft forward returns.
+    """The result of a draft forward.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class TargetModel(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -108,7 +108,7 @@ class Prefill:
 
     @cached_property
     def proposer(self) -> Proposer:
-        """What proposes tokens."""
+        """The source of draft tokens."""
         return as_proposer(self.draft)
 
     @torch.no_grad()
@@ -273,8 +273,8 @@ def first_tokens(
     accepted = accept(tree, nodes, lens.to(torch.int32), plain, sampling)
     if processors is not None and rows is not None and scored is not None:
         scored.append(LogprobBuffers.alloc(1, len(root), 1, root.device))
-        turn = torch.zeros(1, dtype=torch.int64, device=root.device)
-        scored[-1].write(accepted, raw, nodes, rows, turn, processors)
+        entry = torch.zeros(1, dtype=torch.int64, device=root.device)
+        scored[-1].write(accepted, raw, nodes, rows, entry, processors)
         processors.note(rows, accepted.accept_tokens, accepted.accept_lens)
     return accepted.bonus_tokens
 

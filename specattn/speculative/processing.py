@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Processing:
-    """What a step does for requests without processors: nothing.
+    """The processing of logits for requests without processors: none.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class Processing:
 
     @property
     def states(self) -> tuple[BufferSet, ...]:
-        """What steps leave for each other."""
+        """The sets that steps leave for each other."""
         return ()
 
     def of(self, requests: slice) -> Processing:
@@ -58,7 +58,7 @@ class Processing:
         *,
         sampling: SamplingBatch,
         rows: Tensor,
-        turn: Tensor,
+        entry: Tensor,
     ) -> None:
         """Write the log-probabilities of accepted tokens."""
 
@@ -72,7 +72,7 @@ class Processing:
 
 @dataclass(frozen=True)
 class LogitsProcessing(Processing):
-    """What requests ask of their logits, over static memory.
+    """The processing that requests ask for, over static memory.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class LogitsProcessing(Processing):
         *,
         sampling: SamplingBatch,
         rows: Tensor,
-        turn: Tensor,
+        entry: Tensor,
     ) -> None:
         """Write the log-probabilities of accepted tokens, as `LogprobBuffers.write` does."""
         if accepted.probs is None:
@@ -123,7 +123,7 @@ class LogitsProcessing(Processing):
             drawing = sampling.temperature, sampling.top_k, sampling.top_p
             probs = target_probs(nodes, *drawing, processed.shape[1], sampling.min_p)
             accepted = replace(accepted, probs=probs.view(processed.shape))
-        self.logprobs.write(accepted, logits, processed, rows, turn, self.processors)
+        self.logprobs.write(accepted, logits, processed, rows, entry, self.processors)
 
     def note(self, rows: Tensor, accepted: AcceptResult) -> None:
         """Add accepted tokens to the histories."""

@@ -1,4 +1,4 @@
-"""What requests ask of their logits, a row per request."""
+"""The logits processors of requests, a row per request."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ProcessorStates(BufferSet, ProcessorColumns):
     min_p : Tensor
         ``[R]`` float32, 0 is off.
     logprobs, logprobs_of : Tensor
-        ``[R]`` int32, as ``counts`` and ``kinds`` in `path_logprobs`.
+        ``[R]`` int32, as ``counts`` and ``sources`` in `path_logprobs`.
     own : dict of str to Tensor
         The tables of `OwnProcessors`; none without ``processors``.
     processors : tuple of LogitsProcessor

@@ -1,4 +1,4 @@
-"""What a step asks of what proposes tokens.
+"""Proposers: sources of draft tokens, and their duties within a step.
 
 A `Proposer` lives as long as its engine. It has a model with its pool and its attention, or none.
 For every batch size that steps run at it binds a `BoundProposer`: what it does within a step, over
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepViews:
-    """What a proposer finds in a step of B requests.
+    """A step of B requests, as its proposer finds it.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class StepViews:
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers are."""
+        """The device of the buffers."""
         return self.table.req_to_token.device
 
     def shared(self, name: str, make: Callable[[], T]) -> T:
@@ -188,14 +188,14 @@ class PromptChunk:
 
 
 class Proposer(ABC):
-    """What proposes tokens, as long as an engine lives.
+    """A source of draft tokens, which lives as long as an engine.
 
     Whatever a proposer does not define, it does not need.
     """
 
     #: Tokens beyond the committed ones that it has read when a step begins: 1 if it has read the
     #: bonus token, and the slot after a prompt is its own, too.
-    lead: int = 0
+    read_ahead: int = 0
 
     @property
     def slot(self) -> ModelSlot[Any] | None:
@@ -225,7 +225,7 @@ class Proposer(ABC):
         """Return the columns past the committed length that it writes at most."""
         return 0
 
-    def ahead(self, config: SpecConfig) -> int:
+    def num_positions(self, config: SpecConfig) -> int:
         """Return how many of the step's positions it reads at least."""
         return 0
 
@@ -350,9 +350,9 @@ class BoundProposer(ABC):
         Fields of `Proposer.state_fields`, or of `RequestStates`, and ``[B, w]`` buffers of the
         same dtypes: the step's first launch copies each request's first columns there.
     positions : Tensor or None
-        ``[B, S, K]`` int64, dense last axis; the same launch writes length + lead + s.
+        ``[B, S, K]`` int64, dense last axis; the same launch writes length + read_ahead + s.
     seq_lens : Tensor or None
-        ``[B]`` int32; the same launch writes length + lead, 0 for padding.
+        ``[B]`` int32; the same launch writes length + read_ahead, 0 for padding.
     proposing, absorbing : tuple of BoundLayers
         The attention of `propose` and `absorb`, which the step schedules and fills.
     """

@@ -19,10 +19,10 @@ MAX_BIAS, MAX_BAD_WORDS, MAX_BAD_WORD = 512, 64, 16
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request draws its tokens.
+    """The sampling parameters of one request.
 
     Requests with one of the last ten need steps of the level "processed"; see
-    docs/requests.md for their laws.
+    docs/requests.md for their distributions.
 
     Parameters
     ----------
@@ -58,8 +58,8 @@ class SamplingParams:
         With each token, its log-probability and those of the ``logprobs`` most probable tokens, at
         most 20; 0 is the token's alone, None nothing.
     logprobs_of : {"raw", "processed"}
-        Of which law: the softmax of the target's logits, or what the token was drawn from, which is
-        the softmax of processed logits where decoding is greedy.
+        Of which distribution: the softmax of the target's logits, or what the token was drawn from,
+        which is the softmax of processed logits where decoding is greedy.
     processors : mapping of str to object
         Names of the engine's `LogitsProcessor` and their parameters; kept as a tuple of pairs.
 

@@ -127,7 +127,7 @@ class StandaloneProposer(EagleProposer):
         The draft, an `LMDraft`, with its pool and attention.
     """
 
-    lead = 1
+    read_ahead = 1
 
     def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
         """Run the draft over prompts, and the bonus tokens after them.

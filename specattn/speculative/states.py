@@ -1,4 +1,4 @@
-"""What a step leaves for the next one, on the device.
+"""The states of requests between steps, on the device.
 
 A one-graph step reads and writes these rows itself, so that the host need not hand anything over
 between steps but the rows that take part.
@@ -31,7 +31,7 @@ class StateField(NamedTuple):
 
 @dataclass(frozen=True)
 class StateDims:
-    """What the proposer of `RequestStates` keeps per request, by name.
+    """The fields that a proposer keeps per request, by name.
 
     Parameters
     ----------

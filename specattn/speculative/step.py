@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class StepPart(NamedTuple):
-    """What one CUDA graph records: a whole step or a part.
+    """The phases of one CUDA graph: a whole step or a part.
 
     Parameters
     ----------
@@ -318,7 +318,7 @@ class Step:
             processed,
             sampling=self._sampling(sampled=True),
             rows=self.buffers.req_pool_indices,
-            turn=self.host.turn,
+            entry=self.host.entry,
         )
 
     def commit(self, accepted: AcceptResult, features: Tensor) -> None:
@@ -425,7 +425,7 @@ class Step:
         """
         read = seq_lens_cpu
         if seq_lens_cpu is not None:
-            read = seq_lens_cpu + self.proposer.lead * (seq_lens_cpu > 0)
+            read = seq_lens_cpu + self.proposer.read_ahead * (seq_lens_cpu > 0)
         for attention in self.attention(mode):
             own = attention is self.verify_attention
             attention.schedule(seq_lens_cpu if own else read)
@@ -446,7 +446,7 @@ class Step:
             positions = buffers.positions.new_empty(len(buffers.positions), 0, 1)
         begin_step(
             self.host.rows,
-            self.host.turn,
+            self.host.entry,
             states.seq_lens,
             self.table.reserved,
             self.table.req_to_token,
@@ -460,5 +460,5 @@ class Step:
                 self.bound.seq_lens,
             ),
             copies=copies,
-            lead=self.proposer.lead,
+            read_ahead=self.proposer.read_ahead,
         )

@@ -23,7 +23,7 @@ class StepDims:
     """The dimensions of `StepBuffers`.
 
     ``vocab`` is the width of what tokens are drawn from, 0 where none are; ``features`` and
-    ``dtype`` are those of the target features that the proposer reads; ``ahead`` is the number of
+    ``dtype`` are those of the target features that the proposer reads, ``num_positions`` the
     positions that it reads; ``offsets`` is 1 where requests may have offsets of their positions.
     """
 
@@ -31,7 +31,7 @@ class StepDims:
     vocab: int = 0
     features: int = 0
     dtype: torch.dtype = torch.float32
-    ahead: int = 0
+    num_positions: int = 0
     offsets: int = 0
 
     @classmethod
@@ -40,8 +40,8 @@ class StepDims:
         offsets = states.position_offsets.shape[1]
         draws = config.draft_sampling and config.num_steps > 0
         vocab = proposer.vocab_size if draws else 0
-        ahead = proposer.ahead(config)
-        return cls(config, vocab, proposer.feature_size, proposer.dtype, ahead, offsets)
+        num_positions = proposer.num_positions(config)
+        return cls(config, vocab, proposer.feature_size, proposer.dtype, num_positions, offsets)
 
 
 def _no_node(dims: StepDims) -> Tensor:
@@ -55,7 +55,7 @@ def _tree_words(dims: StepDims) -> Tensor:
 
 @dataclass(frozen=True)
 class StepBuffers(BufferSet):
-    """What a step's phases read and write, a row per request.
+    """The tensors that a step's phases share, a row per request.
 
     Shapes: n nodes, N draft steps, K branches, W ancestor words. The first kernel of a step writes
     the first group from the `RequestStates`; every later group is written by one phase.
@@ -68,7 +68,7 @@ class StepBuffers(BufferSet):
         ``[B, reserve_len]`` int32, the slots after the committed tokens. Every phase writes the
         first of them: all phases start from the same length.
     positions : Tensor
-        ``[B, N + 1]`` int64, or as many as `Proposer.ahead` asks for: the places after the
+        ``[B, N + 1]`` int64, or as many as `Proposer.num_positions` asks for: the places after the
         committed tokens.
     roots : Tensor
         ``[B]`` int64, bonus tokens of the step before.
@@ -86,7 +86,7 @@ class StepBuffers(BufferSet):
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
     seq_lens: Tensor = buf(lambda _: (), torch.int32)
     window: Tensor = buf(lambda d: (d.config.reserve_len,), torch.int32)
-    positions: Tensor = buf(lambda d: (max(d.config.num_steps + 1, d.ahead),), torch.int64)
+    positions: Tensor = buf(lambda d: (max(d.config.num_steps + 1, d.num_positions),), torch.int64)
     roots: Tensor = buf(lambda _: (), torch.int64)
     temperature: Tensor = buf(lambda _: (), torch.float32)
     top_k: Tensor = buf(lambda _: (), torch.int32)
@@ -130,7 +130,7 @@ class StepBuffers(BufferSet):
 
     @property
     def accepted(self) -> AcceptResult:
-        """What verification keeps."""
+        """The path that verification keeps."""
         return AcceptResult(
             self.accept_index, self.accept_tokens, self.accept_lens, self.bonus_tokens
         )

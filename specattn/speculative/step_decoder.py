@@ -192,7 +192,7 @@ class StepDecoder(ReadOnly):
 
     @property
     def processors(self) -> ProcessorStates | None:
-        """What processed steps read; None if there are no such steps."""
+        """The states that processed steps read; None without such steps."""
         return self._processors
 
     def capture(
@@ -422,11 +422,11 @@ class StepDecoder(ReadOnly):
         trees = self._checked_trees(trees, len(rows))
         check_lens(seq_lens_cpu, len(rows))
         check_rows(rows, self._known, self._in_flight.host.rows.shape[1])
-        host = HostBuffers.alloc(1, len(rows), self._width, self._in_flight.host.turn.device)
+        host = HostBuffers.alloc(1, len(rows), self._width, self._in_flight.host.entry.device)
         host.rows[0] = torch.tensor(rows)
         launch = StepMemory.alloc(self.setup, host, len(rows)).launch(len(rows))
         if self._processors is not None:
-            device = host.turn.device
+            device = host.entry.device
             logprobs = LogprobBuffers.alloc(1, len(rows), self.config.num_steps + 1, device)
             processing = LogitsProcessing(self._processors, logprobs, self._new_bitmask(len(rows)))
             launch = launch.with_processing(processing)

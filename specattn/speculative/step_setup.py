@@ -33,7 +33,7 @@ Validate = Literal["off", "debug"]
 
 
 class Acceptor(Protocol):
-    """What decides how much of a tree is kept: `specattn.speculative.verify.accept`."""
+    """A function that decides what is kept of a tree: `verify.accept`."""
 
     def __call__(
         self,
@@ -133,7 +133,7 @@ class StepSetup:
 
     @property
     def device(self) -> torch.device:
-        """Where table and states are."""
+        """The device of table and states."""
         return self.table.req_to_token.device
 
     @property

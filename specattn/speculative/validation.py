@@ -1,4 +1,4 @@
-"""What a step refuses, always or when debugging."""
+"""Checks of steps, always or when debugging."""
 
 from __future__ import annotations
 

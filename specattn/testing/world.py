@@ -36,9 +36,9 @@ class World:
     engine: Engine
 
     @property
-    def lead(self) -> int:
+    def read_ahead(self) -> int:
         """As in `specattn.speculative.proposer.Proposer`."""
-        return self.engine.proposer.lead
+        return self.engine.proposer.read_ahead
 
     def text(self, count: int) -> list[int]:
         """Return random tokens."""
@@ -73,7 +73,7 @@ class World:
         """Run prompts together and admit their rows; return their first new tokens."""
         engine, device = self.engine, self.engine.table.req_to_token.device
         lens = [len(text) for text in texts]
-        engine.table.reserve(rows, [length + self.lead for length in lens])
+        engine.table.reserve(rows, [length + self.read_ahead for length in lens])
         sampling = SamplingBatch.of([SamplingParams(seed=0)] * len(rows), device)
         table = engine.table.req_to_token
         prefill = Prefill(engine.target, engine.proposer, table, engine.config, chunk)
@@ -125,7 +125,7 @@ class World:
     def kept(self, row: int, length: int) -> dict[str, Tensor]:
         """Return what the proposer keeps of a request: keys, values and states."""
         engine, found = self.engine, {}
-        slots = engine.table.req_to_token[row, : length + self.lead].long()
+        slots = engine.table.req_to_token[row, : length + self.read_ahead].long()
         if engine.draft is not None:
             for name, caches in (("k", engine.draft.pool.k), ("v", engine.draft.pool.v)):
                 for layer, cache in enumerate(caches):
@@ -138,7 +138,7 @@ class World:
         """Fill what lies past a request's text, and is written again."""
         engine = self.engine
         reserved = int(engine.table.reserved[row])
-        slots = engine.table.req_to_token[row, length + self.lead : reserved].long()
+        slots = engine.table.req_to_token[row, length + self.read_ahead : reserved].long()
         if engine.draft is not None:
             for cache in (*engine.draft.pool.k, *engine.draft.pool.v):
                 cache[slots] = torch.nan

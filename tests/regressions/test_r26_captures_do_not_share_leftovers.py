@@ -25,7 +25,7 @@ def test_any_order_of_captures_gives_the_same_answers(backend):
         runner = GraphRunner(decoder._launch_of, [3], DEVICE, before=decoder._before_capture)
         for mode in order:
             runner.capture(part_of(mode))
-        # the host goes on from the turn that the captures have left
+        # the host goes on from the entry that the captures have left
         decoder._in_flight.align()
         vars(decoder)["runner"] = runner
         outs = {}

@@ -120,7 +120,7 @@ def test_tokens_are_their_own_steps_after_a_late_capture(backend, cudagraph, tbo
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_are_their_own_steps_after_an_interrupt(monkeypatch, backend):
-    """Between a launch and its note the device's turn has moved on, and the host has not."""
+    """Between a launch and its note the device's entry has moved on, and the host has not."""
     run = engine((3, 4, 9), backend)
     rows, decoder = admitted(run), run.decoder(run.config)
     told_of_itself(run, decoder, rows)

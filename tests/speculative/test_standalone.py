@@ -185,7 +185,7 @@ def test_a_loop_of_ones_own_reserves_what_the_draft_writes(target) -> None:
     assert config.reserving(3) is config
     decoder = StepDecoder(slot, own, config, table, states)
     row, prompt = table.allocate(), [3, 14, 15, 9]
-    table.reserve([row], [len(prompt) + proposer.lead])
+    table.reserve([row], [len(prompt) + proposer.read_ahead])
     sampling = SamplingBatch.of((SamplingParams(),), target.device)
     out = Prefill(slot, own, table.req_to_token, config).run([Prompt(row, prompt)], sampling)
     where = torch.tensor([row], device=target.device)

@@ -203,8 +203,8 @@ def test_halves_are_the_requests_of_the_bucket(bucket):
     ]
     packed = launch.packed, [half.packed for half in halves]
     turns = [
-        (rows, [half.host.rows[turn] for half in halves])
-        for turn, rows in enumerate(launch.host.rows)
+        (rows, [half.host.rows[entry] for half in halves])
+        for entry, rows in enumerate(launch.host.rows)
     ]
     for whole, views in (packed, *turns):
         assert torch.cat(views).shape == whole.shape

@@ -27,15 +27,15 @@ def path_logprobs(
     logits: Tensor,
     accepted: AcceptResult,
     rows: Tensor,
-    turn: Tensor,
+    entry: Tensor,
     *,
     counts: Tensor,
-    kinds: Tensor,
+    sources: Tensor,
     values_out: Tensor,
     ids_out: Tensor,
     processed: Tensor | None = None,
 ) -> None:
-    """Write log-probabilities along accepted paths to their turn of a buffer.
+    """Write log-probabilities along accepted paths to their entry of a buffer.
 
     Entry i of a path belongs to the token after its node i. What is written of an entry are the
     token's own value, then as many alternatives as its request wants: the most probable tokens, the
@@ -51,12 +51,12 @@ def path_logprobs(
     accepted : AcceptResult
         The paths, of 0 to D tokens each, and in ``probs`` what requests of the kind ``DRAWN`` want.
     rows : Tensor
-        ``[B]`` int64, each request's row of ``counts`` and ``kinds``.
-    turn : Tensor
+        ``[B]`` int64, each request's row of ``counts`` and ``sources``.
+    entry : Tensor
         ``[1]`` int64, which entry of the buffers is written.
     counts : Tensor
         ``[R]`` int32, alternatives that a request wants, at most K; -1 if it wants nothing.
-    kinds : Tensor
+    sources : Tensor
         ``[R]`` int32: ``RAW`` takes the logits, ``PROCESSED`` the processed logits, ``DRAWN`` the
         probabilities.
     values_out : Tensor
@@ -79,9 +79,9 @@ def path_logprobs(
         accept_tokens=accepted.accept_tokens,
         accept_lens=accepted.accept_lens,
         rows=rows,
-        turn=turn,
+        entry=entry,
         counts=counts,
-        kinds=kinds,
+        sources=sources,
         processed=processed,
         probs=accepted.probs,
     )
@@ -93,9 +93,9 @@ def path_logprobs(
             logits=logits,
             accepted=accepted,
             rows=rows,
-            turn=turn,
+            entry=entry,
             counts=counts,
-            kinds=kinds,
+            sources=sources,
             values_out=values_out,
             ids_out=ids_out,
             processed=processed,
@@ -103,7 +103,7 @@ def path_logprobs(
     batch, depth = accepted.accept_tokens.shape
     path = accepted.accept_index.clamp(min=0).long()[:, :, None]  # [B, D, 1]
     scores = _along(logits, path)
-    kind = kinds[rows][:, None, None]
+    kind = sources[rows][:, None, None]
     if processed is not None:
         scores = torch.where(kind == PROCESSED, _along(processed, path), scores)
     if accepted.probs is not None:
@@ -123,7 +123,7 @@ def path_logprobs(
     step = torch.arange(depth, device=logits.device)[:, None]
     live = (step < accepted.accept_lens[:, None, None]) & (wanted >= 0)
     live = live & (torch.arange(width, device=logits.device) <= wanted)  # [B, D, 1 + K]
-    at = int(turn)
+    at = int(entry)
     for out, new in ((values_out, values), (ids_out, ids)):
         entry = out[at, :batch]
         entry.copy_(torch.where(live.to(out.device), new.to(out.device), entry))

@@ -48,7 +48,7 @@ def logprobs_splits_kernel(
     accept_lens,  # [B] int32
     rows,  # [B] int64
     counts,  # [R] int32
-    kinds,  # [R] int32
+    sources,  # [R] int32
     keys,  # [B * D, splits, K] int64, out: the best tokens of each split
     sums,  # [B * D, splits, 2] float32, out: the split's largest logit, its mass relative to it
     depth,
@@ -62,13 +62,13 @@ def logprobs_splits_kernel(
     PDL: tl.constexpr,
 ):
     """Find the best tokens and mass of one split."""
-    entry, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     enter(PDL)
-    req, rank = entry // depth, entry % depth
+    req, rank = place // depth, place % depth
     row = tl.load(rows + req)
     count = tl.load(counts + row)
     if (count >= 0) & (rank < tl.load(accept_lens + req)):
-        node = tl.load(accept_index + entry).to(tl.int64)
+        node = tl.load(accept_index + place).to(tl.int64)
         token = split * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
         score = _scores(
             logits,
@@ -79,11 +79,11 @@ def logprobs_splits_kernel(
             req,
             node,
             nodes,
-            tl.load(kinds + row),
+            tl.load(sources + row),
             token,
             vocab,
         )
-        cell = entry * tl.num_programs(1) + split
+        cell = place * tl.num_programs(1) + split
         peak = finite(tl.max(score, 0))
         tl.store(sums + cell * 2, peak)
         tl.store(sums + cell * 2 + 1, tl.sum(tl.exp(score - peak), 0))
@@ -103,9 +103,9 @@ def logprobs_merge_kernel(
     accept_tokens,  # [B, D] int64
     accept_lens,  # [B] int32
     rows,  # [B] int64
-    turn,  # [1] int64
+    entry,  # [1] int64
     counts,  # [R] int32
-    kinds,  # [R] int32
+    sources,  # [R] int32
     keys,  # [B * D, splits, K] int64
     sums,  # [B * D, splits, 2] float32
     values_out,  # [S, B', D, 1 + K] float32, out, perhaps in the host's memory
@@ -127,22 +127,22 @@ def logprobs_merge_kernel(
     PDL: tl.constexpr,
 ):
     """Merge an entry's splits; write the entry."""
-    entry = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64)
     enter(PDL)
-    req, rank = entry // depth, entry % depth
+    req, rank = place // depth, place % depth
     row = tl.load(rows + req)
     count = tl.load(counts + row)
     if (count >= 0) & (rank < tl.load(accept_lens + req)):
         part = tl.arange(0, BLOCK_P)  # [BLOCK_P]
-        cell = (entry * splits + part) * 2
+        cell = (place * splits + part) * 2
         peak = tl.load(sums + cell, mask=part < splits, other=-3.0e38)
         mass = tl.load(sums + cell + 1, mask=part < splits, other=0)
         top = tl.max(peak, 0)
         total = tl.log(tl.sum(mass * tl.exp(peak - top), 0))
-        at = tl.load(turn)
+        at = tl.load(entry)
         values = values_out + at * stride_values + req * stride_values_req + rank * (1 + K)
         ids = ids_out + at * stride_ids + req * stride_ids_req + rank * (1 + K)
-        token = tl.load(accept_tokens + entry)
+        token = tl.load(accept_tokens + place)
         score = _scores(
             logits,
             processed,
@@ -150,9 +150,9 @@ def logprobs_merge_kernel(
             stride_req,
             stride_node,
             req,
-            tl.load(accept_index + entry).to(tl.int64),
+            tl.load(accept_index + place).to(tl.int64),
             nodes,
-            tl.load(kinds + row),
+            tl.load(sources + row),
             token,
             vocab,
         )
@@ -162,7 +162,7 @@ def logprobs_merge_kernel(
         if K > 0:
             flat = tl.arange(0, BLOCK)  # [BLOCK]
             key = tl.load(
-                keys + entry * splits * K + flat,
+                keys + place * splits * K + flat,
                 mask=flat < splits * K,
                 other=-0x8000000000000000,
             )
@@ -180,9 +180,9 @@ def path_logprobs(
     logits: Tensor,
     accepted: AcceptResult,
     rows: Tensor,
-    turn: Tensor,
+    entry: Tensor,
     counts: Tensor,
-    kinds: Tensor,
+    sources: Tensor,
     values_out: Tensor,
     ids_out: Tensor,
     processed: Tensor | None,
@@ -202,7 +202,7 @@ def path_logprobs(
         accepted.accept_lens,
         rows,
         counts,
-        kinds,
+        sources,
         keys,
         sums,
         depth,
@@ -220,9 +220,9 @@ def path_logprobs(
         accepted.accept_tokens,
         accepted.accept_lens,
         rows,
-        turn,
+        entry,
         counts,
-        kinds,
+        sources,
         keys,
         sums,
         values_out,

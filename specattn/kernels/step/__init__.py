@@ -45,10 +45,10 @@ class StepStart(NamedTuple):
     positions : Tensor
         ``[B, D]`` int64: length + d.
     draft_positions : Tensor
-        ``[B, S, K]`` int64: length + lead + s, from 0 on for padding; S may be 0.
+        ``[B, S, K]`` int64: length + read_ahead + s, from 0 on for padding; S may be 0.
     draft_lens : Tensor, optional
-        ``[B]`` int32, dense: length + lead, 0 for padding; for drafts that have read more of the
-        text than the target.
+        ``[B]`` int32, dense: length + read_ahead, 0 for padding; for drafts that have read more of
+        the text than the target.
     """
 
     rows: Tensor
@@ -61,7 +61,7 @@ class StepStart(NamedTuple):
 
 def begin_step(
     rows: Tensor,
-    turn: Tensor,
+    entry: Tensor,
     seq_lens: Tensor,
     reserved: Tensor,
     req_to_token: Tensor,
@@ -69,7 +69,7 @@ def begin_step(
     reserve_len: int,
     out: StepStart,
     copies: Copies,
-    lead: int = 0,
+    read_ahead: int = 0,
 ) -> None:
     """Gather the state that all phases of a step read.
 
@@ -83,7 +83,7 @@ def begin_step(
     rows : Tensor
         ``[S, B]`` int64, each request's row of the tables, of S steps in flight; may have a row
         stride. Pinned memory, which the host may write until a launch, or on the device.
-    turn : Tensor
+    entry : Tensor
         ``[1]`` int64, at least 0 and below S: whose rows are read.
     seq_lens, reserved : Tensor
         ``[R]`` int32, committed tokens of every row, and tokens that have slots; 0 in row 0.
@@ -96,7 +96,7 @@ def begin_step(
     copies : sequence of tuple of Tensor
         Pairs of a table, ``[R, w]`` or ``[R]``, and its output, ``[B, w']`` or ``[B]`` with w' at
         most w: the first columns of each request's row (padding: of row 0).
-    lead : int
+    read_ahead : int
         Tokens that a draft has read beyond the committed ones, below ``reserve_len``.
 
     Raises
@@ -108,7 +108,7 @@ def begin_step(
     _check_copies(rows.shape[1], [(copy, table) for table, copy in copies], "output")
     require_dense(
         rows=rows[:1],
-        turn=turn,
+        entry=entry,
         seq_lens=seq_lens,
         reserved=reserved,
         req_to_token=req_to_token[:1],
@@ -121,7 +121,7 @@ def begin_step(
         tables, sizes, blocks = _split(copies)
         launch.begin_step_kernel[batch, 1 + blocks](
             rows,
-            turn,
+            entry,
             seq_lens,
             reserved,
             req_to_token,
@@ -138,15 +138,15 @@ def begin_step(
             out.window.stride(0),
             out.positions.stride(0),
             *out.draft_positions.stride()[:2],
-            LEAD=lead,
-            LEADS=out.draft_lens is not None,
+            READ_AHEAD=read_ahead,
+            HAS_DRAFT_LENS=out.draft_lens is not None,
             **sizes,
             BLOCK_W=power_of_2(reserve_len),
             BLOCK_D=power_of_2(depth),
             BLOCK_S=power_of_2(steps * topk),
         )
         return
-    rows = rows.to(seq_lens.device)[turn].flatten()
+    rows = rows.to(seq_lens.device)[entry].flatten()
     length = seq_lens[rows].long()
     fits = (rows != 0) & (length + reserve_len <= reserved[rows].clamp(max=context))
     length = torch.where(fits, length, 0)
@@ -160,7 +160,7 @@ def begin_step(
     columns = length[:, None] + count(reserve_len)  # [B, W]
     out.window.copy_(torch.where(fits[:, None], table_slots(req_to_token, row, columns), 0))
     out.positions.copy_(length[:, None] + count(depth))
-    drafted = length + torch.where(fits, lead, 0)
+    drafted = length + torch.where(fits, read_ahead, 0)
     ahead = drafted[:, None] + count(steps)
     out.draft_positions.copy_(ahead[:, :, None])
     if out.draft_lens is not None:
@@ -332,10 +332,10 @@ def gather_path(
     after_out.copy_(seq_lens + accept_lens)
 
 
-def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
+def write_output(packed: Tensor, buffer: Tensor, entry: Tensor) -> None:
     """Write a step's tokens to pinned host memory.
 
-    The tokens go to their turn of the buffer, and the turn is counted.
+    The tokens go to their entry of the buffer, and the entry is counted.
     The host finds them there once an event that is recorded after this launch has come; nothing
     is copied besides. The buffer is written over PCIe, which does not hold the device up.
 
@@ -345,8 +345,8 @@ def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
         ``[B, w]`` int64; may have a row stride.
     buffer : Tensor
         ``[S, B', w]`` int64 with B' at least B, dense but for its first axis; pinned, or on the
-        device. The first B rows of ``buffer[turn]`` are written.
-    turn : Tensor
+        device. The first B rows of ``buffer[entry]`` are written.
+    entry : Tensor
         ``[1]`` int64, at least 0 and below S; becomes the next one, 0 after the last.
 
     Raises
@@ -365,7 +365,7 @@ def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
         launch.write_output_kernel[(1,)](
             packed,
             buffer,
-            turn,
+            entry,
             rows * width,
             width,
             len(buffer),
@@ -375,9 +375,9 @@ def write_output(packed: Tensor, buffer: Tensor, turn: Tensor) -> None:
             **launch_options(packed.device),
         )
         return
-    at = int(turn)
+    at = int(entry)
     buffer[at, :rows] = packed
-    turn.fill_((at + 1) % len(buffer))
+    entry.fill_((at + 1) % len(buffer))
 
 
 def _check_copies(batch: int, copies: Copies, name: str) -> None:

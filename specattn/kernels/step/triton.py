@@ -75,7 +75,7 @@ def _copy_block(
 @triton.jit
 def begin_step_kernel(
     rows,  # [S, B] int64, in the host's memory
-    turn,  # [1] int64
+    entry,  # [1] int64
     seq_lens,  # [R] int32
     reserved,  # [R] int32
     req_to_token,  # [R, context] int32
@@ -84,7 +84,7 @@ def begin_step_kernel(
     window_out,  # [B, reserve_len] int32, out
     positions_out,  # [B, depth] int64, out
     draft_positions_out,  # [B, steps, topk] int64, out
-    draft_lens_out,  # [B] int32, out; anything if there is no lead
+    draft_lens_out,  # [B] int32, out; anything without it
     narrow_tables,
     narrow_outs,
     narrow_strides,
@@ -106,8 +106,8 @@ def begin_step_kernel(
     stride_positions,
     stride_draft,
     stride_step,
-    LEAD: tl.constexpr,
-    LEADS: tl.constexpr,
+    READ_AHEAD: tl.constexpr,
+    HAS_DRAFT_LENS: tl.constexpr,
     NARROWS: tl.constexpr,
     WIDES: tl.constexpr,
     NARROW: tl.constexpr,
@@ -119,7 +119,7 @@ def begin_step_kernel(
     """Gather a request's state; its first program derives what all phases read."""
     req = tl.program_id(0).to(tl.int64)
     # no cache modifier: all warps of a multiprocessor share what comes over PCIe
-    row = tl.load(rows + tl.load(turn) * stride_rows + req)
+    row = tl.load(rows + tl.load(entry) * stride_rows + req)
     length = tl.load(seq_lens + row).to(tl.int64)
     room = tl.minimum(tl.load(reserved + row), context)
     fits = (row != 0) & (length + reserve_len <= room)
@@ -147,9 +147,9 @@ def begin_step_kernel(
         tl.store(seq_lens_out + req, length.to(tl.int32))
         ahead = tl.arange(0, BLOCK_D)  # [BLOCK_D]
         tl.store(positions_out + req * stride_positions + ahead, length + ahead, mask=ahead < depth)
-        if LEAD:
-            length += tl.where(fits, LEAD, 0)
-        if LEADS:
+        if READ_AHEAD:
+            length += tl.where(fits, READ_AHEAD, 0)
+        if HAS_DRAFT_LENS:
             tl.store(draft_lens_out + req, length.to(tl.int32))
         draft = tl.arange(0, BLOCK_S)  # [BLOCK_S]
         step = draft // topk
@@ -287,7 +287,7 @@ def gather_path_kernel(
 def write_output_kernel(
     packed,  # [B, width] int64
     buffer,  # [S, B', width] int64, out, in the host's memory
-    turn,  # [1] int64, in place
+    entry,  # [1] int64, in place
     numbers,
     width,
     slots,
@@ -296,9 +296,9 @@ def write_output_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the packed tokens to their turn, and count the turn."""
+    """Write the packed tokens to their entry, and count the entry."""
     enter(PDL)
-    at = tl.load(turn)
+    at = tl.load(entry)
     for start in tl.range(0, numbers, BLOCK):
         number = start + tl.arange(0, BLOCK)  # [BLOCK]
         ok = number < numbers
@@ -306,4 +306,4 @@ def write_output_kernel(
         tl.store(buffer + at * stride_buffer + number, value, mask=ok)
     # every thread has read it
     tl.debug_barrier()
-    tl.store(turn, (at + 1) % slots)
+    tl.store(entry, (at + 1) % slots)

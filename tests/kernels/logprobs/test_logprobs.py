@@ -39,7 +39,7 @@ class Case:
         self.rows[-1] = self.rows[-1] if batch == 1 else 0
         self.counts = [-1] + [rng.choice([-1, 0, 1, most]) for _ in range(rows - 1)]
         self.counts[self.rows[0]] = most
-        self.kinds = [rng.choice([RAW, PROCESSED, DRAWN]) for _ in range(rows)]
+        self.sources = [rng.choice([RAW, PROCESSED, DRAWN]) for _ in range(rows)]
         self.lens = [rng.randrange(1, depth + 1) for _ in range(batch)]
         self.paths = [rng.sample(range(nodes), n) + [-1] * (depth - n) for n in self.lens]
         shape = (batch, nodes, vocab)
@@ -66,7 +66,7 @@ class Case:
             whole(self.rows, torch.int64),
             whole([self.turn], torch.int64),
             counts=whole(self.counts),
-            kinds=whole(self.kinds),
+            sources=whole(self.sources),
             values_out=self.values,
             ids_out=self.ids,
             processed=self.processed,
@@ -74,7 +74,7 @@ class Case:
 
     def scores(self, req, node):
         """What the request wants, as logits in float64."""
-        kind = self.kinds[self.rows[req]]
+        kind = self.sources[self.rows[req]]
         law = {RAW: self.logits, PROCESSED: self.processed, DRAWN: self.probs}[kind]
         row = law[req, node].double().tolist()
         return row if kind != DRAWN else [math.log(p) if p else -math.inf for p in row]
@@ -129,7 +129,7 @@ def test_paths(implementation, batch, nodes, depth, vocab, more, monkeypatch):
 def test_a_batch_has_every_kind_and_some_want_nothing():
     """Else `test_paths` would show less than it seems to."""
     cases = [Case(*sizes, **more) for *sizes, more in CASES]
-    wanted = {(c.kinds[r], c.counts[r] > 0) for c in cases for r in c.rows if c.counts[r] >= 0}
+    wanted = {(c.sources[r], c.counts[r] > 0) for c in cases for r in c.rows if c.counts[r] >= 0}
     assert {kind for kind, _ in wanted} == {RAW, PROCESSED, DRAWN}
     assert any(case.counts[row] < 0 for case in cases for row in case.rows if row)
 
@@ -137,7 +137,7 @@ def test_a_batch_has_every_kind_and_some_want_nothing():
 def test_logits_alone(implementation):
     """Without processed logits and probabilities every request gets the target's own."""
     case = Case(3, 4, 3, 40)
-    case.kinds = [RAW] * len(case.kinds)
+    case.sources = [RAW] * len(case.sources)
     case.processed = case.probs = None
     case.run()
     case.check()
@@ -147,7 +147,7 @@ def test_logits_alone(implementation):
 def test_rows_without_a_softmax(implementation, odd, monkeypatch):
     monkeypatch.setattr("specattn.kernels.logprobs.triton.BLOCK", 16)
     case = Case(1, 2, 2, 50)
-    case.kinds, case.lens, case.paths = [RAW] * 5, [2], [[0, 1]]
+    case.sources, case.lens, case.paths = [RAW] * 5, [2], [[0, 1]]
     case.logits[0, 1, 33] = odd
     case.run()
     assert case.values[case.turn, 0, 0].isfinite().all()
@@ -165,7 +165,7 @@ def test_no_requests(implementation):
         empty,
         whole([0], torch.int64),
         counts=whole(case.counts),
-        kinds=whole(case.kinds),
+        sources=whole(case.sources),
         values_out=case.values,
         ids_out=case.ids,
     )
@@ -207,7 +207,7 @@ def test_whole_vocabularies_into_host_memory_from_a_graph(batch, nodes, depth, d
     want = case.values.clone(), case.ids.clone()
     case.values = torch.full(want[0].shape, math.nan, pin_memory=True)
     case.ids = torch.full(want[1].shape, POISON, pin_memory=True)
-    tables = [whole(case.counts), whole(case.kinds)]
+    tables = [whole(case.counts), whole(case.sources)]
     inputs = [
         case.accepted(),
         whole(case.rows, torch.int64),
@@ -219,7 +219,7 @@ def test_whole_vocabularies_into_host_memory_from_a_graph(batch, nodes, depth, d
             case.logits,
             *inputs,
             counts=tables[0],
-            kinds=tables[1],
+            sources=tables[1],
             values_out=case.values,
             ids_out=case.ids,
             processed=case.processed,

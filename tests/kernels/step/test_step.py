@@ -44,23 +44,23 @@ def whole(values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def ring_of(rows, steps=3, turn=1):
-    """Rows in the host's memory, those of other steps poisoned, and whose turn it is."""
+def ring_of(rows, steps=3, entry=1):
+    """Rows in the host's memory, those of other steps poisoned, and whose entry it is."""
     ring = torch.full((steps, len(rows) + 2), POISON, pin_memory=DEVICE == "cuda")
-    ring[turn, : len(rows)] = torch.tensor(rows, dtype=torch.int64)
-    return ring[:, : len(rows)], whole([turn], torch.int64)
+    ring[entry, : len(rows)] = torch.tensor(rows, dtype=torch.int64)
+    return ring[:, : len(rows)], whole([entry], torch.int64)
 
 
 class Begin:
     """Random requests in permuted rows; some rows are padding, some have run out of slots."""
 
     def __init__(
-        self, seed, batch, layout, *, reserve=7, depth=4, steps=3, topk=2, gap=0, lead=None
+        self, seed, batch, layout, *, reserve=7, depth=4, steps=3, topk=2, gap=0, read_ahead=None
     ):
         rng = random.Random(seed)
         rows = max(batch, 1) + 3
         self.reserve, self.depth, self.steps, self.topk = reserve, depth, steps, topk
-        self.lead = lead
+        self.read_ahead = read_ahead
         self.rows = rng.sample(range(1, rows), batch)
         for at in range(batch):
             if rng.random() < 0.2:
@@ -86,7 +86,7 @@ class Begin:
             window=poisoned(batch, reserve, dtype=torch.int32, gap=gap),
             positions=poisoned(batch, depth, gap=gap),
             draft_positions=poisoned(batch, steps + (gap > 0), topk, gap=gap)[:, :steps],
-            draft_lens=None if lead is None else poisoned(batch, dtype=torch.int32),
+            draft_lens=None if read_ahead is None else poisoned(batch, dtype=torch.int32),
         )
 
     def run(self):
@@ -95,7 +95,7 @@ class Begin:
             reserve_len=self.reserve,
             out=self.out,
             copies=tuple(zip(self.tables, self.outs, strict=True)),
-            lead=self.lead or 0,
+            read_ahead=self.read_ahead or 0,
         )
 
     def check(self):
@@ -111,9 +111,9 @@ class Begin:
             window = self.slots[row][length : length + self.reserve] if row else [0] * self.reserve
             expect.window.append(window)
             expect.positions.append([length + d for d in range(self.depth)])
-            read = length + ((self.lead or 0) if row else 0)
+            read = length + ((self.read_ahead or 0) if row else 0)
             drafts = [[read + s] * self.topk for s in range(self.steps)]
-            if self.lead is not None:
+            if self.read_ahead is not None:
                 expect.draft_lens.append(read)
             expect.draft_positions.append(drafts)
         for name, out, want in zip(StepStart._fields, self.out, expect, strict=True):
@@ -133,8 +133,8 @@ BEGINS = [  # batch, layout, sizes
     (3, "narrow", {"steps": 0, "reserve": 1, "depth": 1}),
     (2, "mixed", {"topk": 1, "steps": 1, "reserve": 33}),
     (0, "narrow", {}),
-    (9, "narrow", {"lead": 1}),
-    (4, "none", {"lead": 0, "steps": 0}),
+    (9, "narrow", {"read_ahead": 1}),
+    (4, "none", {"read_ahead": 0, "steps": 0}),
     (70, "narrow", {}),
 ]
 

@@ -1,4 +1,4 @@
-"""A step's output arrives in its turn of the host's buffer, and nowhere else."""
+"""A step's output arrives in its entry of the host's buffer, and nowhere else."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ def made(batch: int, width: int, slots: int, *, rows: int, gap: int = 0):
     ],
 )
 def test_outputs_arrive_in_turn(implementation, batch, width, rows, gap):
-    packed, buffer, turn = made(batch, width, 3, rows=rows, gap=gap)
+    packed, buffer, entry = made(batch, width, 3, rows=rows, gap=gap)
     expected = buffer.clone()
     for step in range(7):
         packed.add_(step)
-        write_output(packed, buffer, turn)
+        write_output(packed, buffer, entry)
         at = step % 3
         expected[at, :batch] = packed.cpu()
-        assert int(turn) == (at + 1) % 3
+        assert int(entry) == (at + 1) % 3
         assert torch.equal(buffer, expected), step
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 5), (2, 3, 4)], ids=["rows", "width"])
 def test_a_buffer_of_another_size_is_refused(implementation, shape):
-    packed, _, turn = made(3, 5, 2, rows=3)
+    packed, _, entry = made(3, 5, 2, rows=3)
     buffer = torch.full(shape, POISON)
     with pytest.raises(ValueError, match="buffer must be"):
-        write_output(packed, buffer, turn)
+        write_output(packed, buffer, entry)
     assert (buffer == POISON).all()
-    assert int(turn) == 0
+    assert int(entry) == 0
 
 
 @pytest.mark.gpu
 def test_recorded_outputs_go_to_pinned_memory_in_turn():
     """The host reads them once an event after the replay has come; no copy is recorded."""
-    packed, buffer, turn = made(5, 4, 2, rows=8)
-    write_output(packed, buffer, turn)
+    packed, buffer, entry = made(5, 4, 2, rows=8)
+    write_output(packed, buffer, entry)
     torch.cuda.synchronize()
-    turn.zero_()
+    entry.zero_()
     graph, source = torch.cuda.CUDAGraph(), packed.clone()
     with torch.cuda.graph(graph):
         packed.copy_(source)
-        write_output(packed, buffer, turn)
+        write_output(packed, buffer, entry)
         source.add_(1)
     want, done = source.cpu(), torch.cuda.Event()
     for step in range(50):
