@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specattn.config import AttnConfig
 from specattn.kernels.fused.stream import ready
-from specattn.models.fused import FusedDFlash, FusedEagle3, FusedTarget
-from specattn.models.fused.block import Block, RotaryTable
+from specattn.models import DFlashHead, Eagle3Head, FusedTarget
+from specattn.models.fused.block import Block, RotaryTable, as_linear
 from specattn.models.hf import FeatureSpec
 
 if TYPE_CHECKING:
@@ -78,16 +78,14 @@ def random_target(
     rotary = weights.rotary(config, length)
     blocks = tuple(weights.block(config, rotary, size) for _ in range(config.num_hidden_layers))
     embed = nn.Embedding(vocab, size, _weight=weights.linear(vocab, size) * size**0.5)
-    head = nn.Linear(size, vocab, bias=False, device="meta")
-    head.weight = nn.Parameter(
-        embed.weight if config.tie_word_embeddings else weights.linear(vocab, size)
-    )
+    tied = config.tie_word_embeddings
+    head = as_linear(embed.weight if tied else weights.linear(vocab, size))
     eos = config.eos_token_id
     return FusedTarget(
         (blocks[0].geometry,) * len(blocks),
         blocks,
         embed.requires_grad_(False),
-        head.requires_grad_(False),
+        head,
         weights.ones(size),
         config.rms_norm_eps,
         length,
@@ -97,22 +95,22 @@ def random_target(
 
 def random_eagle3(
     config: LlamaConfig, target: FusedTarget, draft_vocab_size: int, *, seed: int = 0
-) -> FusedEagle3:
+) -> Eagle3Head:
     """Make a head that reads three layers of ``target`` and shares its embedding."""
     weights = _Weights(target.dtype, target.device, seed)
     size, depth = target.hidden_size, len(target.layers)
     block = weights.block(config, weights.rotary(config, target.max_context_len), 2 * size)
     entering = (min(2, depth - 1), depth // 2, max(depth - 3, 0))
-    return FusedEagle3(
-        block,
-        target.embed_tokens.weight,
-        weights.linear(draft_vocab_size, size),
-        block.input_norm,
-        block.input_norm,
-        weights.linear(size, 3 * size),
-        torch.arange(draft_vocab_size, device=target.device),
-        FeatureSpec(entering),
-        3 * size,
+    return Eagle3Head(
+        embed_tokens=target.embed_tokens,
+        lm_head=as_linear(weights.linear(draft_vocab_size, size)),
+        blocks=(block,),
+        fc=weights.linear(size, 3 * size),
+        features=FeatureSpec(entering),
+        feature_size=3 * size,
+        target_ids=torch.arange(draft_vocab_size, device=target.device),
+        hidden_norm=block.input_norm,
+        norm=block.input_norm,
     )
 
 
@@ -123,20 +121,20 @@ def random_dflash(
     features: FeatureSpec,
     *,
     seed: int = 0,
-) -> FusedDFlash:
+) -> DFlashHead:
     """Make a head that shares both ends of ``target``."""
     weights = _Weights(target.dtype, target.device, seed)
     size = target.hidden_size
     rotary = weights.rotary(config, target.max_context_len)
     blocks = tuple(weights.block(config, rotary, size) for _ in range(config.num_hidden_layers))
-    return FusedDFlash(
-        block,
-        blocks,
-        target.embed_tokens.weight,
-        target.lm_head.weight,
-        weights.linear(size, size * len(features.hidden_states)),
-        blocks[0].input_norm,
-        blocks[0].input_norm,
-        features,
-        tuple(one.geometry for one in blocks),
+    return DFlashHead(
+        embed_tokens=target.embed_tokens,
+        lm_head=target.lm_head,
+        blocks=blocks,
+        fc=weights.linear(size, size * len(features.hidden_states)),
+        features=features,
+        feature_size=size * len(features.hidden_states),
+        block=block,
+        hidden_norm=blocks[0].input_norm,
+        norm=blocks[0].input_norm,
     )

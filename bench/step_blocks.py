@@ -113,7 +113,7 @@ class BlockWorld(World):
         """Return the floating point operations of a step; see `World.operations`."""
         if setting.draft != "dflash":
             return super().operations(setting, batch)
-        draft, path, logits = self.block, setting.steps + 1, self.block.lm_head.numel()
+        draft, path, logits = self.block, setting.steps + 1, self.block.lm_head.weight.numel()
         layers = matrix_bytes(draft) // draft.fc.element_size() - logits
         drafted = draft.block.size * layers + setting.steps * logits
         verified = setting.nodes * super().operations(PLAIN, 1)

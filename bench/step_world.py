@@ -17,7 +17,6 @@ from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
-from specattn.models import FusedEagle3, FusedTarget
 from specattn.speculative.host_proposer import HostProposer, HostTree
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.proposer import as_proposer
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
-    from specattn.models import FusedDFlash
+    from specattn.models import FusedTarget
+    from specattn.models.eagle import DraftHead
     from specattn.speculative.host_proposer import HostRequest
     from specattn.speculative.model import DraftModel, TargetModel
 
@@ -169,7 +169,7 @@ class World:
         torch.manual_seed(0)
         target = random_target(shape.target, dtype=dtype, device=device)
         draft = random_eagle3(shape.draft, target, shape.draft_vocab)
-        draft.lm_head.mul_(SHARPER)
+        draft.lm_head.weight.mul_(SHARPER)
         lens = [longest + room for longest in rooms]
         slots, self.longest = sum(lens) + 1, max(lens)
         self.table = SlotTable(
@@ -294,7 +294,7 @@ class World:
             return 2 * batch * setting.nodes * target
         assert self.head.fc is not None
         # the extend asks for logits of one row only
-        path, logits = setting.steps + 1, self.head.lm_head.numel()
+        path, logits = setting.steps + 1, self.head.lm_head.weight.numel()
         drafted = (setting.steps - 1) * setting.topk * head
         extend = path * (head - logits + self.head.fc.numel()) + logits
         return 2 * batch * (setting.nodes * target + drafted + extend)
@@ -305,9 +305,8 @@ def cached_bytes(pool: KVPool, tokens: int) -> int:
     return tokens * (pool.k[:, 0].nbytes + pool.v[:, 0].nbytes)
 
 
-def matrix_bytes(model: FusedTarget | FusedEagle3 | FusedDFlash) -> int:
+def matrix_bytes(model: FusedTarget | DraftHead) -> int:
     """Return the bytes of the matrices that every forward reads."""
-    blocks = (model.block,) if isinstance(model, FusedEagle3) else model.blocks
-    head = model.lm_head.weight if isinstance(model, FusedTarget) else model.lm_head
+    blocks = model.blocks
     matrices = [m for block in blocks for m in (block.qkv, block.o, block.gate_up, block.down)]
-    return sum(matrix.nbytes for matrix in (*matrices, head))
+    return sum(matrix.nbytes for matrix in (*matrices, model.lm_head.weight))

@@ -38,7 +38,7 @@ def make(job: Job, shape: Shape, device: torch.device, dtype: torch.dtype) -> tu
     target = random_target(shape.target, dtype=dtype, device=device)
     draft = random_eagle3(shape.draft, target, shape.draft_vocab)
     # a trained draft's distribution is as peaked
-    draft.lm_head.mul_(SHARPER)
+    draft.lm_head.weight.mul_(SHARPER)
     forced = Forced(
         torch.full((batches[-1],), gained, dtype=torch.int32, device=device), shape.draft_vocab
     )

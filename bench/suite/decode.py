@@ -18,7 +18,7 @@ RECORD = "pair_h200.json"
 PLAIN, TRANSFORMERS = "plain", "transformers"
 ONE, THREE, HALVES, EAGER = "one graph", "three graphs", "two-batch overlap", "eager"
 WAYS = (ONE, THREE, HALVES, EAGER)
-MODELS = {"transformers": "transformers' modules", "fused": "`FusedTarget` and `FusedEagle3`"}
+MODELS = {"transformers": "transformers' modules", "fused": "`FusedTarget`"}
 
 Lines = dict[tuple[str, str], dict[str, Any]]
 

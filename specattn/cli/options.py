@@ -91,7 +91,7 @@ _CUDAGRAPH = (
     "Record a step as one graph (full) or as three (piecewise); auto is full, or piecewise if a "
     "backend plans on the host."
 )
-_NO_FUSED = "Run transformers' own modules also where there are fused ones."
+_NO_FUSED = "Run transformers' own modules of whole models also where there are fused ones."
 BackendOption = Annotated[str, option(RUNNING, _BACKEND, envvar=BACKEND_VARIABLE)]
 KvDtypeOption = Annotated[str, option(RUNNING, _KV_DTYPE, "--kv-cache-dtype")]
 DeterministicOption = Annotated[bool, option(RUNNING, _BITS, "--deterministic")]

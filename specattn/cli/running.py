@@ -229,7 +229,8 @@ def _mode_reports(engine: Engine, before: dict[str, Counter[str]]) -> tuple[Mode
 
 def _fused(engine: Engine) -> tuple[str, ...]:
     """Return which of an engine's models are fused ones."""
-    from specattn.models import FusedDFlash, FusedEagle3, FusedTarget, LMDraft
+    from specattn.models import FusedTarget, LMDraft
+    from specattn.models.eagle import DraftHead
 
     slots = {"target": engine.target, "draft": engine.draft}
     models = {name: slot.model for name, slot in slots.items() if slot}
@@ -238,6 +239,6 @@ def _fused(engine: Engine) -> tuple[str, ...]:
         for name, model in models.items()
         if isinstance(
             model.model if isinstance(model, LMDraft) else model,
-            FusedTarget | FusedEagle3 | FusedDFlash,
+            FusedTarget | DraftHead,
         )
     )

@@ -6,7 +6,7 @@ The package imports transformers, so ``import specattn`` does not import it.
 from specattn.models.dflash import DFlashHead
 from specattn.models.draft import load_dflash, load_draft
 from specattn.models.eagle import Eagle3Head, EagleHead
-from specattn.models.fused import FusedDFlash, FusedEagle3, FusedTarget, fuse
+from specattn.models.fused import FusedTarget, fuse
 from specattn.models.hf import FeatureSpec, HFTarget
 from specattn.models.lm import load_lm_draft
 from specattn.speculative.standalone import LMDraft
@@ -16,8 +16,6 @@ __all__ = [
     "Eagle3Head",
     "EagleHead",
     "FeatureSpec",
-    "FusedDFlash",
-    "FusedEagle3",
     "FusedTarget",
     "HFTarget",
     "LMDraft",

@@ -40,8 +40,8 @@ class Checkpoint:
         ``config.json``. What is nested in its ``eagle_config`` or ``dflash_config`` wins over it,
         and it wins over what is nested in its ``transformer_layer_config`` (of vLLM's speculators).
     tensors : dict of str to Tensor
-        The weights, under the names that `EagleWeights`, `Eagle3Weights` and `DFlashWeights` use,
-        and the vocabulary maps ``d2t`` and ``t2d``.
+        The weights, under one name each whatever the layout, and the vocabulary maps ``d2t`` and
+        ``t2d``.
     kind : str
         ``"eagle"`` (EAGLE or EAGLE-2), ``"eagle3"`` or ``"dflash"``.
     weights : str

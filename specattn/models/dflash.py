@@ -2,26 +2,25 @@
 
 Their layers are those of Qwen3. Keys and values of the context are projections of the target's
 features at several layers; those of the block come from the bonus token and mask tokens (DFlash,
-arXiv:2602.06036). Module names are those of z-lab's checkpoints and of vLLM's speculators;
-`specattn.models.load_dflash` builds the heads.
+arXiv:2602.06036). `specattn.models.load_dflash` builds the heads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from functools import cached_property
+from typing import TYPE_CHECKING, Self
 
 import torch
-from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from torch import Tensor
 
-from specattn.models.eagle import DraftHead, EagleLayer, HeadWeights, rms_norm
+from specattn.kernels.fused import add_rms_norm, embed_rms_norm
+from specattn.models.eagle import DraftHead
+from specattn.models.fused.block import project
 from specattn.models.hf import FeatureSpec
 from specattn.speculative.block import BlockShape, BlockView
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
-
     from specattn.models.checkpoint import Checkpoint
     from specattn.speculative.block import ContextStore
     from specattn.speculative.model import Attend
@@ -166,75 +165,54 @@ def _attention(
     return tuple(views), tuple(windows)
 
 
-class DFlashWeights(HeadWeights):
-    """The weights of a DFlash checkpoint, under its names.
-
-    Parameters
-    ----------
-    config, names, draft_vocab_size
-        See `HeadWeights`.
-    feature_size : int
-        F, the width of the hidden states that are mixed.
-    """
-
-    def __init__(
-        self, config: LlamaConfig, names: set[str], draft_vocab_size: int, feature_size: int
-    ) -> None:
-        super().__init__(config, names, draft_vocab_size)
-        self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
-        self.hidden_norm = rms_norm(config)
-        self.layers = nn.ModuleList(
-            EagleLayer(config, layer, input_norm=True, head_norms=True)
-            for layer in range(config.num_hidden_layers)
-        )
-        self.norm = rms_norm(config)
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class DFlashHead(DraftHead):
     """The block draft of DFlash.
 
     Parameters
     ----------
-    weights : DFlashWeights
-        The checkpoint's weights; the other parts are those of `DraftHead`.
     block : BlockShape
         What the head fills in one forward.
-    target_ids : Tensor or None
-        ``[Vd]`` int64, the target token id of each draft token id; None if both are the same.
+    hidden_norm, norm : Tensor
+        ``[H]``: weights of the norms of the context and before ``lm_head``; the other parts are
+        those of `DraftHead`.
     """
 
-    weights: DFlashWeights
     block: BlockShape
-    target_ids: Tensor | None
+    hidden_norm: Tensor
+    norm: Tensor
+
+    @cached_property
+    def _nothing(self) -> Tensor:
+        """A residual stream ``[1, H]`` of zeros, which rows share."""
+        return torch.zeros_like(self.norm)[None]
 
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Mix the target's features ``[T, F]`` into the draft's context ``[T, H]``."""
-        weights = self.weights
-        mixed: Tensor = weights.hidden_norm(weights.fc(hidden_states.to(self.layers[0].dtype)))
+        assert self.fc is not None
+        parts = project(hidden_states.to(self.dtype), self.fc, self.fc_bias)
+        stream = self._nothing.expand(len(hidden_states), -1)
+        mixed, _ = add_rms_norm(parts, stream, self.hidden_norm, self.blocks[0].eps)
         return mixed
 
     @torch.no_grad()
     def write_context(self, states: Tensor, positions: Tensor, store: ContextStore) -> None:
         """Store every layer's keys and values; see `BlockDraftModel.write_context`."""
-        rope = self._rotations(states, positions)
-        for layer, part in enumerate(self.weights.layers):
-            attention: Any = part.self_attn
-            key = attention.key(states)
-            _, key = apply_rotary_pos_emb(key[:, :0], key, *rope, unsqueeze_dim=1)
-            store(layer, key, attention.value(states))
+        for layer, block in enumerate(self.blocks):
+            parts, rotation = block.keys_values(states)
+            store.packed(layer, parts, positions, rotation)
 
     @torch.no_grad()
     def forward_block(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
         """Run the draft over blocks; see `BlockDraftModel.forward_block`."""
-        x, rope = self._inputs(input_ids, positions)
-        *first, last = self.weights.layers
-        for layer in first:
-            x = layer(x, rope, attend, None)
-        return self._logits(self.weights.norm(last(x, rope, attend, rows)))
-
-    def to_target(self, token_ids: Tensor) -> Tensor:
-        """Map draft token ids, int64 of any shape, to target token ids."""
-        return token_ids if self.target_ids is None else self.target_ids[token_ids]
+        blocks, eps = self.blocks, self.blocks[0].eps
+        last = len(blocks) - 1
+        x, stream = embed_rms_norm(*self._embedding(input_ids), blocks[0].input_norm, eps)
+        for layer, block in enumerate(blocks):
+            wanted = rows if layer == last else None
+            x, stream = block.attend(x, stream, layer, positions, attend, wanted)
+            norm = self.norm if layer == last else blocks[layer + 1].input_norm
+            x, stream = add_rms_norm(block.feed(x), stream, norm, eps)
+        return self._logits(x)

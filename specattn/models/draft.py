@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +13,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specattn.config import AttnConfig
+from specattn.kernels.fused.stream import ready
 from specattn.models.checkpoint import Checkpoint, read_checkpoint
-from specattn.models.dflash import DFlashHead, DFlashSettings, DFlashWeights
-from specattn.models.eagle import (
-    EAGLE3_NORMS,
-    Eagle3Head,
-    Eagle3Weights,
-    EagleHead,
-    EagleWeights,
-    HeadWeights,
-)
-from specattn.models.hf import FeatureSpec
+from specattn.models.dflash import DFlashHead, DFlashSettings
+from specattn.models.eagle import EAGLE3_NORMS, Eagle3Head, EagleHead
+from specattn.models.fused.block import Block, RotaryTable, activation_of, as_linear
+from specattn.models.hf import FeatureSpec, rescaling_lengths
 from specattn.models.hub import blaming, count_from_first, first_line
 from specattn.models.shards import is_sharded
 from specattn.models.vocabulary import check_head_tokenizer, check_padding
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from specattn.models.fused import FusedTarget
@@ -58,6 +54,7 @@ _OPTIONAL = (
 )
 
 
+Shapes = dict[str, tuple[int, ...]]
 # So many target tokens, chosen for a draft, have two among them that are neighbours.
 _FEW_TOKENS = 8
 
@@ -101,20 +98,26 @@ def load_draft(
 def _eagle(
     checkpoint: Checkpoint, target: Target, dtype: torch.dtype, device: torch.device | str
 ) -> EagleHead:
-    config = _llama_config(checkpoint, target)
-    if config.hidden_size != target.hidden_size:
+    head = _Builder(checkpoint, target, _llama_config(checkpoint, target), None, dtype, device)
+    size, depth = head.config.hidden_size, head.config.num_hidden_layers
+    if size != target.hidden_size:
         raise checkpoint.wrong(
-            f"has hidden_size {config.hidden_size} in config.json, but EAGLE continues the "
+            f"has hidden_size {size} in config.json, but EAGLE continues the "
             f"target's hidden states, which have {target.hidden_size}"
         )
-    with torch.device("meta"):
-        weights = EagleWeights(config, set(checkpoint.tensors))
-    _fill(checkpoint, weights, dtype, device)
-    ends = _ends(checkpoint, weights, target, config, None)
-    rope, layer = _geometry(config, dtype, device)
-    layers = (layer,) * config.num_hidden_layers
-    features = FeatureSpec((len(target.layers),))
-    return EagleHead(*ends, rope, layers, features, target.hidden_size, weights)
+    names = [f"layers.{layer}." for layer in range(depth)]
+    normed = tuple(f"{name}input_layernorm.weight" in checkpoint.tensors for name in names)
+    shapes: Shapes = {"fc.weight": (size, 2 * size)}
+    for name, has_norm in zip(names, normed, strict=True):
+        shapes |= head.layer_shapes(name, size, input_norm=has_norm)
+    weights = head.read(shapes)
+    return EagleHead(
+        **head.ends(weights),
+        blocks=head.blocks(weights, names),
+        features=FeatureSpec((len(target.layers),)),
+        feature_size=size,
+        normed=normed,
+    )
 
 
 def _eagle3(
@@ -132,16 +135,32 @@ def _eagle3(
             "an EAGLE-3 head has 1"
         )
     features = _features(checkpoint, len(target.layers))
-    widths = [target.hidden_size] * len(features.hidden_states)
+    size, width, count = config.hidden_size, target.hidden_size, len(features.hidden_states)
     mapped = _target_ids(checkpoint, config.vocab_size, target.vocab_size)
-    draft_size = config.vocab_size if mapped is None else len(mapped)
-    with torch.device("meta"):
-        weights = Eagle3Weights(config, set(checkpoint.tensors), draft_size, widths, norms)
-    _fill(checkpoint, weights, dtype, device)
-    ends = _ends(checkpoint, weights, target, config, mapped)
-    rope, layer = _geometry(config, dtype, device)
-    target_ids = (torch.arange(ends[1].out_features) if mapped is None else mapped).to(device)
-    return Eagle3Head(*ends, rope, (layer,), features, sum(widths), weights, target_ids)
+    head = _Builder(checkpoint, target, config, mapped, dtype, device)
+    feature_norms: Shapes = {}
+    if "norm_before_fc" in norms:
+        feature_norms = {"input_norm.weight": (count * width,)}
+    elif "fc_norm" in norms:
+        feature_norms = {f"fc_norm.{at}.weight": (width,) for at in range(count)}
+    shapes = feature_norms | {"norm.weight": (size,), "midlayer.hidden_norm.weight": (size,)}
+    head_norms = "midlayer.self_attn.q_norm.weight" in checkpoint.tensors
+    shapes |= head.layer_shapes("midlayer.", 2 * size, head_norms=head_norms)
+    # A head that reads one hidden state of its own size has nothing to mix.
+    if "fc.weight" in checkpoint.tensors or count * width != size:
+        shapes |= {"fc.weight": (size, count * width)}
+    weights = head.read(shapes)
+    return Eagle3Head(
+        **head.ends(weights),
+        blocks=head.blocks(weights, ["midlayer."]),
+        features=features,
+        feature_size=count * width,
+        hidden_norm=weights["midlayer.hidden_norm.weight"],
+        norm=weights["norm.weight"],
+        feature_norms=tuple(weights[name] for name in feature_norms),
+        norm_before_residual="norm_before_residual" in norms,
+        norm_output="norm_output" in norms,
+    )
 
 
 def load_dflash(
@@ -190,17 +209,22 @@ def _dflash(
         config.vocab_size if own_embedding else target.vocab_size,
     )
     mapped = _target_ids(checkpoint, config.vocab_size, target.vocab_size)
-    draft_size = config.vocab_size if mapped is None else len(mapped)
-    feature_size = target.hidden_size * len(settings.features.hidden_states)
-    with torch.device("meta"):
-        weights = DFlashWeights(config, set(checkpoint.tensors), draft_size, feature_size)
-    _fill(checkpoint, weights, dtype, device)
-    ends = _ends(checkpoint, weights, target, config, mapped)
-    rope, layer = _geometry(config, dtype, device)
-    layers = tuple(replace(layer, window_left=window) for window in settings.windows)
-    target_ids = None if mapped is None else mapped.to(device)
+    head = _Builder(checkpoint, target, config, mapped, dtype, device)
+    size, width = config.hidden_size, target.hidden_size * len(settings.features.hidden_states)
+    names = [f"layers.{layer}." for layer in range(config.num_hidden_layers)]
+    shapes: Shapes = {"fc.weight": (size, width)}
+    shapes |= {"hidden_norm.weight": (size,), "norm.weight": (size,)}
+    for name in names:
+        shapes |= head.layer_shapes(name, size, head_norms=True)
+    weights = head.read(shapes)
     return DFlashHead(
-        *ends, rope, layers, settings.features, feature_size, weights, settings.block, target_ids
+        **head.ends(weights),
+        blocks=head.blocks(weights, names, settings.windows),
+        features=settings.features,
+        feature_size=width,
+        block=settings.block,
+        hidden_norm=weights["hidden_norm.weight"],
+        norm=weights["norm.weight"],
     )
 
 
@@ -327,93 +351,144 @@ def _holds_ids(d2t: Tensor, ids: Tensor, marked: Tensor | None) -> bool:
     return by_id and not by_difference
 
 
-def _fill(
-    checkpoint: Checkpoint, weights: HeadWeights, dtype: torch.dtype, device: torch.device | str
-) -> None:
-    """Fill a module with all weights of the checkpoint."""
-    file = checkpoint.weights
-    found = {key: one for key, one in checkpoint.tensors.items() if key not in ("d2t", "t2d")}
-    # Any projection may have a bias, as those of heads for Qwen2 have.
-    for name, part in weights.named_modules():
-        if isinstance(part, nn.Linear) and f"{name}.bias" in found:
-            part.bias = nn.Parameter(torch.empty(part.out_features, device="meta"))
-    wanted = weights.state_dict()
-    if missing := wanted.keys() - found.keys():
-        raise checkpoint.wrong(f"lacks the tensor {count_from_first(missing)} in {file}")
-    if unknown := found.keys() - wanted.keys():
-        raise checkpoint.wrong(f"has an unknown tensor {count_from_first(unknown)} in {file}")
-    for key, tensor in found.items():
-        if tensor.shape != wanted[key].shape or not tensor.is_floating_point():
-            raise checkpoint.wrong(
-                f"has a tensor {key} of {tensor.dtype} {list(tensor.shape)} in {file}; expected "
-                f"floating point {list(wanted[key].shape)}"
+@dataclass(frozen=True)
+class _Builder:
+    """Reads a head's weights and makes its parts."""
+
+    checkpoint: Checkpoint
+    target: Target
+    config: LlamaConfig
+    mapped: Tensor | None  # [Vd], the target ids of a vocabulary of its own
+    dtype: torch.dtype
+    device: torch.device | str
+
+    def layer_shapes(
+        self, layer: str, width: int, *, head_norms: bool = False, input_norm: bool = True
+    ) -> Shapes:
+        """Return the shapes of a layer that reads ``width`` numbers."""
+        config = self.config
+        size, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+        shapes: Shapes = {
+            "self_attn.q_proj": (q, width),
+            "self_attn.k_proj": (kv, width),
+            "self_attn.v_proj": (kv, width),
+            "self_attn.o_proj": (size, q),
+            "post_attention_layernorm": (size,),
+            "mlp.gate_proj": (inner, size),
+            "mlp.up_proj": (inner, size),
+            "mlp.down_proj": (size, inner),
+        }
+        if input_norm:
+            shapes |= {"input_layernorm": (size,)}
+        if head_norms:
+            shapes |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
+        return {f"{layer}{name}.weight": shape for name, shape in shapes.items()}
+
+    def read(self, shapes: Shapes) -> dict[str, Tensor]:
+        """Return the checkpoint's weights: those of ``shapes``, and what is optional."""
+        checkpoint, file = self.checkpoint, self.checkpoint.weights
+        found = {key: one for key, one in checkpoint.tensors.items() if key not in ("d2t", "t2d")}
+        size, own = self.config.hidden_size, self.config.vocab_size
+        ends = {
+            "embed_tokens.weight": (own, size),
+            "lm_head.weight": (own if self.mapped is None else len(self.mapped), size),
+        }
+        wanted = shapes | {key: shape for key, shape in ends.items() if key in found}
+        # Any projection may have a bias, as those of heads for Qwen2 have.
+        biases = {f"{key.removesuffix('.weight')}.bias": shape[:1] for key, shape in wanted.items()}
+        wanted |= {
+            key: shape
+            for key, shape in biases.items()
+            if key in found and key.endswith(("_proj.bias", "fc.bias", "lm_head.bias"))
+        }
+        if missing := wanted.keys() - found.keys():
+            raise checkpoint.wrong(f"lacks the tensor {count_from_first(missing)} in {file}")
+        if unknown := found.keys() - wanted.keys():
+            raise checkpoint.wrong(f"has an unknown tensor {count_from_first(unknown)} in {file}")
+        for key, tensor in found.items():
+            if tensor.shape != wanted[key] or not tensor.is_floating_point():
+                raise checkpoint.wrong(
+                    f"has a tensor {key} of {tensor.dtype} {list(tensor.shape)} in {file}; "
+                    f"expected floating point {list(wanted[key])}"
+                )
+        return {key: one.to(self.device, self.dtype) for key, one in found.items()}
+
+    def blocks(
+        self, weights: dict[str, Tensor], layers: Sequence[str], windows: Sequence[int] = ()
+    ) -> tuple[Block, ...]:
+        """Pack the layers whose names begin so."""
+        config = self.config
+        length = min([self.target.max_context_len, *rescaling_lengths(config).values()])
+        rotary = RotaryTable(LlamaRotaryEmbedding(config).to(self.device), length, "draft")
+        geometry = AttnConfig(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            dtype=self.dtype,
+        )
+        ready(torch.device(self.device))
+        found = []
+        for layer, window in zip(layers, windows or (-1,) * len(layers), strict=True):
+            own = {
+                key.removeprefix(layer): one
+                for key, one in weights.items()
+                if key.startswith(layer)
+            }
+            shape = replace(geometry, window_left=window)
+            found.append(
+                Block.of_weights(own, rotary, shape, config.rms_norm_eps, activation_of(config))
             )
-    weights.load_state_dict(found, assign=True)
-    weights.requires_grad_(False).eval().to(device=device, dtype=dtype)
+        return tuple(found)
 
+    def ends(self, weights: dict[str, Tensor]) -> dict[str, Any]:
+        """Return what heads of every kind have around their layers.
 
-def _ends(
-    checkpoint: Checkpoint,
-    weights: HeadWeights,
-    target: Target,
-    config: LlamaConfig,
-    mapped: Tensor | None,
-) -> tuple[nn.Embedding, nn.Linear]:
-    """Return a head's embedding and output projection, or the target's.
+        The embedding has every token of the target, and the projection none that the target, or
+        the head, has not: those pad one of their vocabularies.
+        """
+        return {
+            "embed_tokens": self._embedding(weights.get("embed_tokens.weight")),
+            "lm_head": self._projection(weights),
+            "fc": weights.get("fc.weight"),
+            "fc_bias": weights.get("fc.bias"),
+            "target_ids": None if self.mapped is None else self.mapped.to(self.device),
+        }
 
-    The embedding has every token of the target, and the projection none that the target, or the
-    head, has not: those pad one of their vocabularies.
-    """
-    embed_tokens, lm_head = weights.embed_tokens, weights.lm_head
-    size = config.hidden_size
-    if embed_tokens is None:
-        embed_tokens = target.embed_tokens
-        if embed_tokens.embedding_dim != size:
-            raise checkpoint.wrong(
-                f"has no embed_tokens.weight in {checkpoint.weights}, and its hidden_size "
-                f"{size} is not the target's {embed_tokens.embedding_dim}, so the two "
+    def _embedding(self, own: Tensor | None) -> nn.Embedding:
+        """Return the embedding of a head, or of its target."""
+        size = self.config.hidden_size
+        if own is not None:
+            missing = self.target.vocab_size - len(own)
+            if missing > 0:  # they repeat the last one
+                own = torch.cat([own, own[-1:].expand(missing, -1)])
+            embedding: nn.Embedding = nn.Embedding.from_pretrained(own)
+            return embedding
+        shared = self.target.embed_tokens
+        if shared.embedding_dim != size:
+            raise self.checkpoint.wrong(
+                f"has no embed_tokens.weight in {self.checkpoint.weights}, and its hidden_size "
+                f"{size} is not the target's {shared.embedding_dim}, so the two "
                 "cannot share one"
             )
-    elif config.vocab_size < target.vocab_size:
-        embed_tokens = weights.embed_tokens = _lengthened(embed_tokens, target.vocab_size)
-    count = min(config.vocab_size, target.vocab_size) if mapped is None else len(mapped)
-    if lm_head is None:
-        lm_head = target.lm_head
-        if lm_head.in_features != size or (mapped is not None and count != target.vocab_size):
-            raise checkpoint.wrong(
-                f"has no lm_head.weight in {checkpoint.weights}, and the target's "
-                f"{list(lm_head.weight.shape)} is not [{count}, {size}], so the "
-                "two cannot share one"
-            )
+        return shared
+
+    def _projection(self, weights: dict[str, Tensor]) -> nn.Linear:
+        """Return the output projection of a head, or of its target."""
+        size, wanted = self.config.hidden_size, self.target.vocab_size
+        count = min(self.config.vocab_size, wanted) if self.mapped is None else len(self.mapped)
+        if "lm_head.weight" in weights:
+            lm_head = as_linear(weights["lm_head.weight"], weights.get("lm_head.bias"))
+        else:
+            lm_head = self.target.lm_head
+            if lm_head.in_features != size or (self.mapped is not None and count != wanted):
+                raise self.checkpoint.wrong(
+                    f"has no lm_head.weight in {self.checkpoint.weights}, and the target's "
+                    f"{list(lm_head.weight.shape)} is not [{count}, {size}], so the "
+                    "two cannot share one"
+                )
         # what is left of a shard would not be gathered
-        if is_sharded(lm_head):
-            return embed_tokens, lm_head
-    return embed_tokens, _shortened(lm_head, count)
-
-
-def _lengthened(embedding: nn.Embedding, count: int) -> nn.Embedding:
-    """Return an embedding of ``count`` tokens, which repeats its last one."""
-    missing = count - embedding.num_embeddings
-    weight = torch.cat([embedding.weight, embedding.weight[-1:].expand(missing, -1)])
-    longer: nn.Embedding = nn.Embedding.from_pretrained(weight)
-    return longer
-
-
-def _shortened(linear: nn.Linear, count: int) -> nn.Linear:
-    """Return a projection to the first ``count`` tokens, over the same weights."""
-    if linear.out_features == count:
-        return linear
-    first = nn.Linear(linear.in_features, count, bias=False, device="meta")
-    first.weight = nn.Parameter(linear.weight[:count], requires_grad=False)
-    if linear.bias is not None:
-        first.bias = nn.Parameter(linear.bias[:count], requires_grad=False)
-    return first
-
-
-def _geometry(
-    config: LlamaConfig, dtype: torch.dtype, device: torch.device | str
-) -> tuple[LlamaRotaryEmbedding, AttnConfig]:
-    layer = AttnConfig(
-        config.num_attention_heads, config.num_key_value_heads, config.head_dim, dtype=dtype
-    )
-    return LlamaRotaryEmbedding(config).to(device), layer
+        if lm_head.out_features == count or is_sharded(lm_head):
+            return lm_head
+        bias = None if lm_head.bias is None else lm_head.bias[:count]
+        return as_linear(lm_head.weight[:count], bias)

@@ -211,7 +211,9 @@ class HFTarget:
     @property
     def max_context_len(self) -> int:
         """Most tokens for which the position embedding is that of training."""
-        return min([int(self.config.max_position_embeddings), *_rescaling(self.config).values()])
+        return min(
+            [int(self.config.max_position_embeddings), *rescaling_lengths(self.config).values()]
+        )
 
     def for_context(self, max_context_len: int) -> Self:
         """Return the target itself if its positions allow the length.
@@ -343,7 +345,7 @@ def refuse_rescaling(argument: str, name: str, config: Any, max_context_len: int
         If a request of that length would rotate all tokens of its batch in another way, and make
         the keys in the pool wrong.
     """
-    for kind, limit in _rescaling(config).items():
+    for kind, limit in rescaling_lengths(config).items():
         if max_context_len > limit:
             raise ModelError(
                 argument,
@@ -353,7 +355,7 @@ def refuse_rescaling(argument: str, name: str, config: Any, max_context_len: int
             )
 
 
-def _rescaling(config: Any) -> dict[str, int]:
+def rescaling_lengths(config: Any) -> dict[str, int]:
     """Return the length from which each rope type rescales its batch."""
     longest = int(config.max_position_embeddings)
     ropes = getattr(config, "rope_parameters", None) or {}

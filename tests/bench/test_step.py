@@ -118,7 +118,7 @@ def test_a_step_that_gains_something_else_is_noticed(stepper):
 
 def test_a_tree_that_is_not_so_deep_may_gain_less():
     run = world()
-    run.draft.model.lm_head.zero_()  # all tokens are equal: the tree is as wide as it can be
+    run.draft.model.lm_head.weight.zero_()  # all tokens are equal: the tree is as wide as it can be
     accept = run.forced(4)
     decoder = run.decoder(Setting(2, 3, 6), [1, 3], accept)
     one = step.Stepper(decoder, run.admit(decoder, 2, 20), accept)

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from specattn.models import HFTarget
+from tests.implementations import using
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,6 +74,15 @@ class DenseAttend:
             weights = logits.softmax(-1)[:, : len(seen)]
             out[row] = torch.einsum("hn,nhd->hd", weights, values).to(q.dtype)
         return out
+
+
+@pytest.fixture(params=["naive", "triton"])
+def path(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The torch functions, and the kernels in Triton's interpreter."""
+    if request.param == "triton" and torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    with using(request.param):
+        yield
 
 
 @pytest.fixture

@@ -37,9 +37,14 @@ def attention(x: torch.Tensor, w: Tensors, positions: torch.Tensor, theta: float
     return out.flatten(1) @ w["o_proj.weight"].T + w.get("o_proj.bias", torch.zeros(()))
 
 
-def mlp(x: torch.Tensor, w: Tensors) -> torch.Tensor:
-    gate = x @ w["gate_proj.weight"].T
-    return (gate * gate.sigmoid() * (x @ w["up_proj.weight"].T)) @ w["down_proj.weight"].T
+def mlp(x: torch.Tensor, w: Tensors, act: str = "silu") -> torch.Tensor:
+    def project(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ w[f"{name}_proj.weight"].T + w.get(f"{name}_proj.bias", torch.zeros(()))
+
+    gate = project(x, "gate")
+    # that of gelu is the normal distribution's
+    share = gate.sigmoid() if act == "silu" else (1 + (gate / 2**0.5).erf()) / 2
+    return project(gate * share * project(x, "up"), "down")
 
 
 def under(tensors: Tensors, prefix: str) -> Tensors:
@@ -62,8 +67,9 @@ def eagle3_layer(
     theta: float,
     *,
     norm_before_residual: bool = False,
+    act: str = "silu",
 ) -> torch.Tensor:
     both = [rms(embeds, w["input_layernorm.weight"]), rms(x, w["hidden_norm.weight"])]
     stream = both[1] if norm_before_residual else x
     x = stream + attention(torch.cat(both, -1), under(w, "self_attn."), positions, theta)
-    return x + mlp(rms(x, w["post_attention_layernorm.weight"]), under(w, "mlp."))
+    return x + mlp(rms(x, w["post_attention_layernorm.weight"]), under(w, "mlp."), act)

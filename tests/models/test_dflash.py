@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 from bench.random_models import random_dflash, random_target
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import ModelError
-from specattn.models import FeatureSpec, FusedDFlash, HFTarget, load_dflash
+from specattn.models import FeatureSpec, HFTarget, load_dflash
 from specattn.speculative.block import BlockShape, BlockView, ContextStore, bind_block
 from specattn.speculative.model import ModelSlot
 from tests.implementations import using
@@ -76,7 +76,8 @@ def write(folder: Path, tensors: Tensors, **changes: Any) -> Path:
 
 
 def heads_of(x: torch.Tensor, w: Tensors, name: str) -> torch.Tensor:
-    heads = (x @ w[f"{name}_proj.weight"].T).unflatten(-1, (-1, 24))
+    x = x @ w[f"{name}_proj.weight"].T + w.get(f"{name}_proj.bias", torch.zeros(()))
+    heads = x.unflatten(-1, (-1, 24))
     return heads if name == "v" else rms(heads, w[f"{name}_norm.weight"])
 
 
@@ -167,25 +168,16 @@ CASES = [
 
 
 RUNS = [
-    (*case, backend, fused)
+    (*case, backend)
     for at, case in enumerate(CASES)
-    for backend, fused in (
-        ("torch_native", False),
-        ("torch_native", True),
-        *([("triton", False)] if at in (0, 3, 4) else []),
-        *([("triton", True)] if at == 3 else []),
-    )
+    for backend in ("torch_native", *(["triton"] if at in (0, 3, 4) else []))
 ]
 
 
-@pytest.mark.parametrize(("changes", "first", "second", "backend", "fused"), RUNS)
-def test_blocks_are_those_of_the_method(
-    target, tmp_path, changes, first, second, backend, fused
-) -> None:
+@pytest.mark.parametrize(("changes", "first", "second", "backend"), RUNS)
+def test_blocks_are_those_of_the_method(target, tmp_path, changes, first, second, backend) -> None:
     tensors = dflash_tensors()
     head = load_dflash(write(tmp_path, tensors, **changes), target)
-    if fused:
-        head = FusedDFlash.from_head(head, 128)
     # z-lab counts the layers that a state leaves
     assert head.features.hidden_states == (1, 3, 5)
     assert (head.feature_size, head.vocab_size, head.block.first_draft) == (3 * HT, V, 1)
@@ -224,22 +216,23 @@ def test_a_head_with_ends_and_a_vocabulary_of_its_own(target, tmp_path) -> None:
     close(got, want @ tensors["lm_head.weight"].double().T)
 
 
-def test_a_fused_head_adds_biases_as_the_plain_one(target, tmp_path) -> None:
-    biases = {
-        f"layers.0.self_attn.{one}_proj.bias": rand(size * 24)
-        for one, size in (("q", 4), ("k", 2), ("v", 2))
+@pytest.mark.parametrize("backend", ["torch_native", "triton"])
+def test_a_head_adds_its_biases(target, tmp_path, backend) -> None:
+    sizes = {"q": 4 * 24, "k": 2 * 24, "v": 2 * 24}
+    tensors = dflash_tensors() | {
+        f"layers.0.self_attn.{one}_proj.bias": rand(size) for one, size in sizes.items()
     }
-    head = load_dflash(write(tmp_path, dflash_tensors() | biases), target)
+    head = load_dflash(write(tmp_path, tensors), target)
     features = torch.randn(T, 3 * HT)
-    want = run(head, features, [3, T], backend="torch_native")
-    got = run(FusedDFlash.from_head(head, 128), features, [3, T], backend="torch_native")
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    got = run(head, features, [T], backend=backend)
+    embeds = target.embed_tokens.weight.cpu()[[0, *[V - 1] * 5]].double()
+    seen = masks(T, 6, causal=False, window=None)
+    want = reference(tensors, embeds, features.double(), [seen, seen])
+    close(got, want @ target.lm_head.weight.cpu().double().T)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_wanted_rows_alone_reach_the_head(target, tmp_path, fused) -> None:
+def test_wanted_rows_alone_reach_the_head(target, tmp_path) -> None:
     head = load_dflash(write(tmp_path, dflash_tensors()), target)
-    head = FusedDFlash.from_head(head, 128) if fused else head
     ids = torch.arange(12, device=DEVICE)
     positions = ids % 6
 
@@ -264,13 +257,6 @@ def test_a_fused_head_of_random_weights_has_the_targets_ends(tmp_path) -> None:
     logits = run(longer, torch.randn(T, head.feature_size), [3, T], backend="torch_native")
     assert logits.shape == (10, head.vocab_size)
     assert logits.isfinite().all()
-
-
-def test_what_the_fused_path_does_not_compute_is_refused(target, tmp_path) -> None:
-    tensors = dflash_tensors() | {"layers.0.self_attn.o_proj.bias": rand(HT)}
-    head = load_dflash(write(tmp_path, tensors), target)
-    with pytest.raises(ModelError, match=r"unsupported by the fused path: .*bias"):
-        FusedDFlash.from_head(head, 128)
 
 
 def test_a_window_that_looks_ahead_is_refused(target, tmp_path) -> None:
@@ -366,10 +352,8 @@ def test_every_wrong_tensor_is_named_with_its_file(target, tmp_path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_replay_reads_lengths_and_context_of_then(target, tmp_path, fused) -> None:
+def test_a_replay_reads_lengths_and_context_of_then(target, tmp_path) -> None:
     head = load_dflash(write(tmp_path, dflash_tensors(), **MIXED), target)
-    head = FusedDFlash.from_head(head, 128) if fused else head
     batch, size, width = 3, head.block.size, 40
     pool = KVPool(head.layers, 1 + batch * width, "cuda")
     table = torch.arange(1, 1 + batch * width, dtype=torch.int32, device="cuda").view(batch, width)

@@ -38,6 +38,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("layout", ["safetensors", "bin", "sharded"])
 def test_eagle_is_the_papers_head(target, dense, tmp_path, layout) -> None:
     tensors = eagle_tensors(biases=("q", "k", "v"))
@@ -82,6 +83,7 @@ def test_eagle_with_two_layers_its_own_lm_head_and_the_targets_embedding(
     close(out.logits, x[ROWS] @ tensors["lm_head.weight"].double().T)
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("layout", ["safetensors", "bin", "sharded"])
 @pytest.mark.parametrize("hidden_size", [HT, 48])
 def test_eagle3_is_the_papers_head(target, dense, tmp_path, layout, hidden_size) -> None:
@@ -112,6 +114,32 @@ def test_eagle3_is_the_papers_head(target, dense, tmp_path, layout, hidden_size)
     assert torch.equal(head.to_target(torch.tensor([[3, 0]])), kept[torch.tensor([[3, 0]])])
 
 
+BIASES = {
+    "fc.bias": HT,
+    "lm_head.bias": VD,
+    **{f"midlayer.self_attn.{one}_proj.bias": size for one, size in (("q", 96), ("o", HT))},
+    **{f"midlayer.mlp.{one}_proj.bias": size for one, size in (("up", 80), ("down", HT))},
+}
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+def test_eagle3_with_biases_and_other_activations(target, dense, tmp_path, act) -> None:
+    tensors = eagle3_tensors() | {name: rand(size) for name, size in BIASES.items()}
+    head = load_draft(write(tmp_path, tensors, hidden_act=act), target)
+    ids, features, positions = inputs(3 * HT)
+    combined = head.combine(features)
+    x = features.double() @ tensors["fc.weight"].double().T + tensors["fc.bias"].double()
+    close(combined, x)
+    embeds = target.embed_tokens.weight[ids].double()
+    want = eagle3_layer(embeds, x, under(tensors, "midlayer."), positions, 5000.0, act=act)
+    out = head.forward(ids, combined, positions, dense(head.layers).at(positions), ROWS)
+    close(out.hidden_states, want[ROWS])
+    logits = rms(want, tensors["norm.weight"].double()) @ tensors["lm_head.weight"].double().T
+    close(out.logits, (logits + tensors["lm_head.bias"].double())[ROWS])
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("norms", SPECULATORS_NORMS, ids=" ".join)
 def test_eagle3_with_the_norms_of_vllms_speculators(target, dense, tmp_path, norms) -> None:
     tensors = eagle3_tensors() | speculators_norms(norms)
@@ -180,7 +208,8 @@ def test_eagle3_under_other_names_shares_lm_head_and_vocabulary(target, dense, t
     ids, hidden, positions = inputs(HT)
     a, b = (h.forward(ids, hidden, positions, dense(h.layers).at(positions)) for h in (head, plain))
     assert torch.equal(a.logits, b.logits)
-    assert torch.equal(a.logits, target.lm_head(head.weights.norm(a.hidden_states)))
+    normed = rms(a.hidden_states.double(), tensors["norm.weight"].double())
+    close(a.logits, normed @ target.lm_head.weight.double().T)
 
 
 @pytest.mark.parametrize(("ids", "want"), [(None, (2, 2, 2)), ([0, 3, 4], (0, 3, 4))])
@@ -220,10 +249,11 @@ def test_which_of_a_checkpoints_settings_win(target, tmp_path) -> None:
         "eagle_config": {ids: [1, 2, 3], "rms_norm_eps": 1e-3},
     }
     head = load_draft(write(tmp_path, eagle3_tensors(), **changes), target)
-    config = head.rope.config
+    config = head.blocks[0].rotary.rotary.config
     assert config.rope_parameters["rope_theta"] == 700.0
     assert config.rms_norm_eps == 1e-3
     assert config.hidden_act == "gelu"
+    assert head.blocks[0].activation is not None
     assert head.features.hidden_states == (2, 3, 4)
 
 

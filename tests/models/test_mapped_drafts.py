@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specattn.engine.engine import Engine, Request
-from specattn.models import FusedEagle3, load_draft
+from specattn.models import load_draft
 from specattn.speculative.draft import choose_tokens
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.verify import over_target_vocabulary
@@ -64,11 +64,9 @@ def test_tokens_that_the_target_has_not_are_refused(token) -> None:
         Engine(target, draft, laws.SETTINGS["chain"], graphs=False)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_head_draws_by_probabilities_over_the_targets_tokens(target, tmp_path, fused) -> None:
+def test_a_head_draws_by_probabilities_over_the_targets_tokens(target, tmp_path) -> None:
     tensors = eagle3_tensors()
-    head = load_draft(write(tmp_path, tensors), target)
-    draft = FusedEagle3.from_head(head, target.max_context_len) if fused else head
+    draft = load_draft(write(tmp_path, tensors), target)
     kept = tensors["t2d"].nonzero()[:, 0]
     assert not torch.equal(kept, torch.arange(VD))
     logits, temperature = torch.randn(64, VD), torch.linspace(0.5, 2, 64)

@@ -16,9 +16,7 @@ from specattn.errors import ModelError
 from specattn.models import (
     DFlashHead,
     Eagle3Head,
-    FusedDFlash,
     HFTarget,
-    fuse,
     load_dflash,
     load_draft,
 )
@@ -66,23 +64,20 @@ def table_of(requests: int, common: int, own: int, generator: torch.Generator) -
 
 
 @pytest.mark.parametrize(
-    ("case", "backend", "fused"),
+    ("case", "backend"),
     [
-        ("dflash", "torch_native", False),
-        ("dflash", "torch_native", True),
-        ("dflash_mixed", "torch_native", True),
-        ("dflash_mixed", "triton", False),
-        ("dflash_both_ways", "torch_native", False),
-        ("dflash_both_ways", "triton", False),
+        ("dflash", "torch_native"),
+        ("dflash_mixed", "torch_native"),
+        ("dflash_mixed", "triton"),
+        ("dflash_both_ways", "torch_native"),
+        ("dflash_both_ways", "triton"),
     ],
 )
-def test_dflash(case, backend, fused) -> None:
+def test_dflash(case, backend) -> None:
     vectors = load_file(FOLDER / case / "vectors.safetensors", device=DEVICE)
     head = load_dflash(FOLDER / case, target_with(vectors))
     assert isinstance(head, DFlashHead)
     assert head.features.hidden_states == (0, 2, 3)
-    if fused:
-        head = FusedDFlash.from_head(head, 128)
     ids, anchors, wanted = vectors["ids"], vectors["anchors"], vectors["logits"]
     batch, size, text = len(anchors), head.block.size, len(ids)
     assert wanted.shape == (batch, size, head.vocab_size)
@@ -122,9 +117,8 @@ def test_dflash(case, backend, fused) -> None:
     close(some, wanted[:, head.block.first_draft :].flatten(0, 1))
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("case", ["eagle3_llama", "eagle3_qwen3"])
-def test_eagle3(case, fused) -> None:
+def test_eagle3(case) -> None:
     vectors = load_file(FOLDER / case / "vectors.safetensors", device=DEVICE)
     target = target_with(vectors)
     head = load_draft(FOLDER / case, target)
@@ -132,9 +126,6 @@ def test_eagle3(case, fused) -> None:
     assert head.features.hidden_states == (0, 2, 3)
     ids, features, wanted = vectors["ids"], vectors["features"], vectors["logits"]
     text = len(ids)
-    if fused:
-        _, head = fuse(target, head)
-        assert not isinstance(head, Eagle3Head)
 
     pool = KVPool(head.layers, SLOTS, DEVICE)
     slot = ModelSlot.of(head, pool, "torch_native")

@@ -97,7 +97,7 @@ def test_a_rope_that_looks_at_the_batch_is_refused(target, tmp_path, kind, rope)
     with pytest.raises(ModelError, match=rf"{rope}.*at most {SHORTEST}, got 128") as caught:
         Engine(*pair, CONFIG)
     assert caught.value.argument == "draft"
-    # transformers reads the positions of such ropes on the host, which no graph can record
+    # transformers' models read the positions of such ropes on the host, which no graph can record
     run = Engine(*pair, SpecConfig(5, 1, 6, SHORTEST, 2), buckets=[2], graphs=False)
     (out,) = run.generate([Request(target.tokenizer("import os\n").input_ids, 99)])
     assert out.finish_reason == "context"

@@ -88,7 +88,7 @@ def test_positions_are_rotated_as_the_config_says(target, tmp_path, spelled, kin
     settings = json.loads(file.read_text())
     del settings["rope_theta"]
     file.write_text(json.dumps(settings | SPELLED[spelled]))
-    head = load_draft(tmp_path, target)
+    head = load_draft(tmp_path, target).for_context(5001)
     angle = POSITIONS.double()[:, None] * frequencies(spelled != "plain")
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     plain = rotated(head, torch.zeros_like(POSITIONS))

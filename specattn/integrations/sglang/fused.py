@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from specattn.errors import UnsupportedError
 from specattn.kernels.fused.stream import ready
-from specattn.models.fused import FusedEagle3, FusedTarget
-from specattn.models.fused.block import Block, RotaryTable
+from specattn.models import Eagle3Head, FusedTarget
+from specattn.models.fused.block import Block, RotaryTable, as_linear
 from specattn.models.hf import FeatureSpec
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def fused_target(
         tuple(layers),
         blocks,
         nn.Embedding.from_pretrained(embedding),
-        _linear(_vocabulary(model)),
+        as_linear(_vocabulary(model)),
         inner.norm.weight,
         inner.norm.variance_epsilon,
         max_context_len,
@@ -110,7 +109,7 @@ def fused_target(
 
 def fused_head(
     model: Any, layers: Sequence[AttnConfig], *, target_ids: Tensor | None = None
-) -> FusedEagle3:
+) -> Eagle3Head:
     """Fuse SGLang's EAGLE-3 head over SGLang's own weights.
 
     Parameters
@@ -130,43 +129,35 @@ def fused_head(
     """
     _refuse(model, HEADS, layers)
     inner = model.model
-    (layer,), (block,) = inner.layers, _blocks(inner.layers, layers)
-    size, features = layer.hidden_norm.weight.shape[0], inner.fc.in_features
-    head = FusedEagle3(
-        block,
-        inner.embed_tokens.weight,
-        _vocabulary(model),
-        layer.hidden_norm.weight,
-        inner.norm.weight,
-        # SGLang's head mixes nothing that has its own width
-        inner.fc.weight if features != size else None,
-        target_ids,
+    (layer,) = inner.layers
+    width = inner.fc.in_features
+    # SGLang's head neither norms nor mixes what has its own width
+    mixes = width != len(layer.hidden_norm.weight)
+    head = Eagle3Head(
+        embed_tokens=nn.Embedding.from_pretrained(inner.embed_tokens.weight),
+        lm_head=as_linear(_vocabulary(model)),
+        blocks=_blocks(inner.layers, layers),
+        fc=inner.fc.weight if mixes else None,
         # its target says which hidden states these are
-        FeatureSpec(),
-        features,
-        _FeatureNorms.of(inner) if features != size else None,
+        features=FeatureSpec(),
+        feature_size=width,
+        fc_bias=inner.fc.bias if mixes else None,
+        target_ids=target_ids,
+        hidden_norm=layer.hidden_norm.weight,
+        norm=inner.norm.weight,
+        feature_norms=_feature_norms(inner) if mixes else (),
         norm_output=inner.norm_output,
     )
     ready(head.norm.device)
     return head
 
 
-@dataclass(frozen=True, eq=False)
-class _FeatureNorms:
-    """The norms of a head's features before they are mixed: SGLang's modules."""
-
-    parts: tuple[nn.Module, ...]
-
-    @classmethod
-    def of(cls, inner: Any) -> _FeatureNorms | None:
-        """Find the norms of a head, if it has any."""
-        whole = getattr(inner, "input_norm", None)
-        parts = tuple(inner.fc_norm or ()) if whole is None else (whole,)
-        return cls(parts) if parts else None
-
-    def __call__(self, states: Tensor) -> Tensor:
-        pairs = zip(self.parts, states.chunk(len(self.parts), dim=-1), strict=True)
-        return torch.cat([norm(part) for norm, part in pairs], dim=-1)
+def _feature_norms(inner: Any) -> tuple[Tensor, ...]:
+    """Return the norms of a head's features before they are mixed."""
+    whole = getattr(inner, "input_norm", None)
+    return (
+        tuple(norm.weight for norm in (inner.fc_norm or ())) if whole is None else (whole.weight,)
+    )
 
 
 def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block, ...]:
@@ -193,6 +184,7 @@ def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block
                 attention.o_proj.weight,
                 mlp.gate_up_proj.weight,
                 mlp.down_proj.weight,
+                attention.o_proj.bias,
             )
         )
     return tuple(found)
@@ -202,14 +194,6 @@ def _vocabulary(model: Any) -> Tensor:
     """Return the output projection ``[V, H]`` without the rows that pad it."""
     weight: Tensor = model.lm_head.weight
     return weight[: model.logits_processor.vocab_size]
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    """Return a module around a weight."""
-    rows, columns = weight.shape
-    linear = nn.Linear(columns, rows, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
 
 
 def _refuse(model: Any, known: tuple[str, ...], layers: Sequence[AttnConfig]) -> None:
@@ -228,12 +212,12 @@ def _model_reasons(model: Any, count: int) -> Iterator[str]:
     inner, logits = model.model, model.logits_processor
     yield from _odd("embed_tokens", inner.embed_tokens, "VocabParallelEmbedding")
     yield from _odd("lm_head", model.lm_head, "ParallelLMHead", "VocabParallelEmbedding")
+    if getattr(model.lm_head, "bias", None) is not None:
+        yield "lm_head has a bias"
     yield from _odd("norm", inner.norm, "RMSNorm")
     if len(inner.layers) != count or (hasattr(inner, "fc") and count != 1):
         yield f"the model has {len(inner.layers)} layers, of which {count} attend"
-    if hasattr(inner, "fc"):
-        yield from _odd("fc", inner.fc, "Linear")
-    elif any(not 0 <= at < count for at in inner.layers_to_capture):
+    if not hasattr(inner, "fc") and any(not 0 <= at < count for at in inner.layers_to_capture):
         yield f"layers_to_capture must be 0..{count - 1}, got {inner.layers_to_capture}"
     if logits.logit_scale is not None or logits.final_logit_softcapping:
         yield "logits are scaled or capped"
@@ -279,7 +263,5 @@ def _odd(name: str, part: Any, *kinds: str) -> Iterator[str]:
         yield f"{name} has weights of {method}"
     elif getattr(part, "use_intel_amx_backend", False):
         yield f"{name} has weights in the order of a CPU's instructions"
-    elif name != "qkv_proj" and getattr(part, "bias", None) is not None:
-        yield f"{name} has a bias"
     elif getattr(part, "variance_size_override", None) or getattr(part, "fp32_residual", False):
         yield f"{name} is no plain norm"

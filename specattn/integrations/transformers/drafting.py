@@ -20,8 +20,6 @@ from specattn.models import (
     DFlashHead,
     Eagle3Head,
     EagleHead,
-    FusedDFlash,
-    FusedEagle3,
     HFTarget,
     load_draft,
 )
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 # drafts that read features of the target
-_HEADS = EagleHead | Eagle3Head | FusedEagle3 | DFlashHead | FusedDFlash
+_HEADS = EagleHead | Eagle3Head | DFlashHead
 # the deepest tree
 _MOST_TOKENS = 64
 # transformers looks for two last tokens, and then for one

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from specattn.attention.bound import BoundLayers
-from specattn.errors import ModelError
 from specattn.kernels.fused import (
     Rotation,
     add_rms_norm,
@@ -19,22 +19,19 @@ from specattn.kernels.fused import (
     split_k_reduce,
 )
 from specattn.kernels.fused.stream import stream_gated, stream_linear, streams
-from specattn.models.shards import is_sharded
+from specattn.models.hf import refuse_rescaling, rescaling_lengths
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Mapping
 
     from specattn.config import AttnConfig
     from specattn.speculative.model import Attend
 
-# The angles of these rope types depend on the position alone.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Kernels are compiled for the divisibility of a table's last position.
 _TABLE_STEP = 64
-# The kernel that rotates heads adds these modules' biases.
-_BIASED = ("q_proj", "k_proj", "v_proj")
-# The fused path uses nothing but the weights of these modules, and of those above their biases.
-_PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding}
+#: Projections that are packed, under their names in a layer.
+HEADS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATES = ("mlp.gate_proj", "mlp.up_proj")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +40,7 @@ class RotaryTable:
 
     rotary: nn.Module
     length: int
+    argument: str = "target"  # whose rotations these are
 
     @cached_property
     def rows(self) -> Tensor:
@@ -55,9 +53,19 @@ class RotaryTable:
         return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1)
 
     def of_length(self, length: int) -> RotaryTable:
-        """Return the table of ``length`` positions, itself if it has them."""
-        length = -(-length // _TABLE_STEP) * _TABLE_STEP
-        table = self if length == self.length else RotaryTable(self.rotary, length)
+        """Return the table of ``length`` positions, itself if it has them.
+
+        Raises
+        ------
+        ModelError
+            If the rope type rotates contexts of that length in another way.
+        """
+        config: Any = self.rotary.config
+        refuse_rescaling(self.argument, f"the {self.argument}", config, length)
+        # with a longer table all its positions would be rotated so
+        most = rescaling_lengths(config).values()
+        length = min([-(-length // _TABLE_STEP) * _TABLE_STEP, *most])
+        table = self if length == self.length else replace(self, length=length)
         _ = table.rows
         return table
 
@@ -77,31 +85,72 @@ class Block:
     o: Tensor  # [H, Hq D], the output projection
     gate_up: Tensor  # [2 I, H]: gates, then the values they gate
     down: Tensor  # [H, I]
+    # What few models have: other biases, [H], [2 I] and [H], and an activation other than SiLU.
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    activation: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
-    def of_layer(
-        cls, layer: nn.Module, rotary: RotaryTable, geometry: AttnConfig, eps: float
+    def of_weights(
+        cls,
+        weights: Mapping[str, Tensor],
+        rotary: RotaryTable,
+        geometry: AttnConfig,
+        eps: float,
+        activation: Callable[[Tensor], Tensor] | None = None,
     ) -> Self:
-        """Pack a transformers layer's weights, which become views of that."""
-        parts: Any = layer
-        attention, mlp = parts.self_attn, parts.mlp
-        heads = attention.q_proj, attention.k_proj, attention.v_proj
+        """Pack a layer's weights, under the names of a transformers layer."""
+        qkv, qkv_bias = _packed(weights, *HEADS)
+        o, o_bias = _packed(weights, "self_attn.o_proj")
+        gate_up, gate_up_bias = _packed(weights, *GATES)
+        down, down_bias = _packed(weights, "mlp.down_proj")
         norms = None
-        if hasattr(attention, "q_norm"):
-            norms = attention.q_norm.weight, attention.k_norm.weight
+        if "self_attn.q_norm.weight" in weights:
+            norms = weights["self_attn.q_norm.weight"], weights["self_attn.k_norm.weight"]
+        post_norm = weights["post_attention_layernorm.weight"]
         return cls(
             geometry,
             rotary,
             norms,
             eps,
-            parts.input_layernorm.weight,
-            parts.post_attention_layernorm.weight,
-            _pack(heads),
-            _pack_biases(heads),
-            attention.o_proj.weight,
-            _pack((mlp.gate_proj, mlp.up_proj)),
-            mlp.down_proj.weight,
+            # EAGLE's first layer has none
+            weights.get("input_layernorm.weight", post_norm),
+            post_norm,
+            qkv,
+            qkv_bias,
+            o,
+            gate_up,
+            down,
+            o_bias,
+            gate_up_bias,
+            down_bias,
+            activation,
         )
+
+    @classmethod
+    def of_layer(
+        cls,
+        layer: nn.Module,
+        rotary: RotaryTable,
+        geometry: AttnConfig,
+        eps: float,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> Self:
+        """Pack a transformers layer's weights, which become views of that."""
+        weights = {name: one.detach() for name, one in layer.named_parameters()}
+        block = cls.of_weights(weights, rotary, geometry, eps, activation)
+        for names, packed, bias in (
+            (HEADS, block.qkv, block.qkv_bias),
+            (GATES, block.gate_up, block.gate_up_bias),
+        ):
+            parts: list[Any] = [layer.get_submodule(name) for name in names]
+            sizes = [part.out_features for part in parts]
+            for what, whole in (("weight", packed), ("bias", bias)):
+                if whole is not None:
+                    for part, piece in zip(parts, whole.split(sizes), strict=True):
+                        setattr(part, what, nn.Parameter(piece, requires_grad=False))
+        return block
 
     @cached_property
     def rotation(self) -> Rotation:
@@ -135,16 +184,24 @@ class Block:
         else:
             out = attend(layer, *self._heads(parts, positions))
         result: tuple[Tensor, Tensor] = add_rms_norm(
-            project(out.flatten(1), self.o), stream, self.post_norm, self.eps, rows=rows
+            project(out.flatten(1), self.o, self.o_bias),
+            stream,
+            self.post_norm,
+            self.eps,
+            rows=rows,
         )
         return result
 
     def feed(self, x: Tensor) -> Tensor:
         """Feed ``x [T, H]`` forward; returns ``parts [S, T, H]``."""
-        if streams(x, self.gate_up, gated=True):
-            return project(stream_gated(x, self.gate_up), self.down)
-        gated = silu_mul(project(x, self.gate_up), x.dtype)
-        return project(gated, self.down)
+        if self.activation is not None or self.gate_up_bias is not None:
+            gate, up = product(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+            gated = (self.activation or nn.functional.silu)(gate) * up
+        elif streams(x, self.gate_up, gated=True):
+            gated = stream_gated(x, self.gate_up)
+        else:
+            gated = silu_mul(project(x, self.gate_up), x.dtype)
+        return project(gated, self.down, self.down_bias)
 
     def _heads(self, parts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rotated heads, for an `Attend` that stores them itself."""
@@ -158,83 +215,48 @@ class Block:
         return q, k, v
 
 
-def project(x: Tensor, weight: Tensor) -> Tensor:
+def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply by ``weight [out, in]`` in S parts of the product."""
-    if streams(x, weight):
+    if bias is None and streams(x, weight):
         return stream_linear(x, weight)
-    return nn.functional.linear(x, weight)[None]
+    return nn.functional.linear(x, weight, bias)[None]
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply ``x [T, in]`` by ``weight [out, in]``; returns ``[T, out]``."""
-    parts = project(x, weight)
+    parts = project(x, weight, bias)
     if len(parts) == 1:
         return parts[0]
     total: Tensor = split_k_reduce(parts, x.dtype)
     return total
 
 
-def _pack(projections: Sequence[nn.Linear], what: str = "weight") -> Tensor:
-    """Stack weights or biases of modules, which keep views."""
-    packed = torch.cat([getattr(part, what).detach() for part in projections])
-    pieces = packed.split([part.out_features for part in projections])
-    for part, piece in zip(projections, pieces, strict=True):
-        setattr(part, what, nn.Parameter(piece, requires_grad=False))
-    return packed
-
-
-def _pack_biases(projections: Sequence[Any]) -> Tensor | None:
-    """Stack the biases of modules, if there are any."""
-    if all(part.bias is None for part in projections):
+def activation_of(config: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return a configuration's activation; None is SiLU."""
+    if config.hidden_act == "silu":
         return None
-    for part in projections:
-        if part.bias is None:
-            part.bias = nn.Parameter(part.weight.new_zeros(part.out_features))
-    return _pack(projections, "bias")
+    activation: Callable[[Tensor], Tensor] = ACT2FN[config.hidden_act]
+    return activation
 
 
-def refuse_unless_fused(
-    argument: str, config: Any, parts: Iterable[tuple[str, nn.Module]], *others: str
-) -> None:
-    """Refuse a model that the kernels do not compute.
-
-    Parameters
-    ----------
-    argument : str
-        ``"target"`` or ``"draft"``.
-    config : PretrainedConfig
-        The model's configuration, of Llama or a model like it.
-    parts : iterable of (str, nn.Module)
-        The modules by name.
-    *others : str
-        Reasons that the caller knows already.
-
-    Raises
-    ------
-    ModelError
-        With all reasons in one line.
-    """
-    reasons = list(others)
-    if not others and config.hidden_act != "silu":
-        reasons.append(f"hidden_act is {config.hidden_act!r}, not 'silu'")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        reasons.append(f"rope_type {rope!r} is not one of {', '.join(ROPE_TYPES)}")
-    odd = (why for name, part in parts if (why := _oddity(name, part)))
-    if first := next(odd, None):
-        reasons.append(first)
-    if reasons:
-        raise ModelError(argument, f"unsupported by the fused path: {'; '.join(reasons)}")
+def as_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Return a module around a weight ``[out, in]``, which it shares."""
+    rows, columns = weight.shape
+    linear = nn.Linear(columns, rows, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
-def _oddity(name: str, part: nn.Module) -> str:
-    """Say what a module computes besides its product, or nothing."""
-    if is_sharded(part, recurse=False):
-        return f"{name} is sharded over ranks"
-    if getattr(part, "bias", None) is not None and not name.endswith(_BIASED):
-        return f"{name} has a bias"
-    for suffix, plain in _PLAIN.items():
-        # A quantised or adapted layer has scales or further weights.
-        if name.endswith(suffix) and type(part) is not plain:
-            return f"{name} is a {type(part).__name__}"
-    return ""
+def _packed(weights: Mapping[str, Tensor], *names: str) -> tuple[Tensor, Tensor | None]:
+    """Stack the weights of projections, and their biases if there are any."""
+    parts = [weights[f"{name}.weight"] for name in names]
+    found = [weights.get(f"{name}.bias") for name in names]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if all(bias is None for bias in found):
+        return whole, None
+    pairs = zip(parts, found, strict=True)
+    # a part without one
+    biases = [one.new_zeros(len(one)) if bias is None else bias for one, bias in pairs]
+    return whole, torch.cat(biases)

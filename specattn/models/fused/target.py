@@ -8,27 +8,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from specattn.errors import ModelError
 from specattn.kernels.fused import add_rms_norm, embed_rms_norm
 from specattn.kernels.fused.stream import ready
 from specattn.models.fused.block import (
     Block,
     RotaryTable,
+    activation_of,
     product,
-    refuse_unless_fused,
 )
 from specattn.models.hf import FeatureSpec, HFTarget, tokenizer_of
+from specattn.models.shards import is_sharded
 from specattn.speculative.model import TargetOutput
 
 if TYPE_CHECKING:
     from specattn.config import AttnConfig
     from specattn.speculative.model import Attend
 
+#: Types whose layers are those of Llama, but for norms of heads and for biases.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+# The fused path uses nothing but the weights and biases of these modules.
+_PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +53,7 @@ class FusedTarget:
     embed_tokens : nn.Embedding
         ``[V, H]``, the input embedding.
     lm_head : nn.Linear
-        ``[V, H]``, the output projection, without bias.
+        ``[V, H]``, the output projection.
     norm : Tensor
         ``[H]``, the weight of the final norm.
     eps : float
@@ -85,14 +92,16 @@ class FusedTarget:
             If the fused path does not compute this model.
         """
         config, modules = target.config, target.module
-        others = []
+        reasons = []
         if config.model_type not in MODEL_TYPES:
             known = ", ".join(MODEL_TYPES)
-            others.append(f"model type {config.model_type!r} is not one of {known}")
-        refuse_unless_fused("target", config, modules.named_modules(), *others)
+            reasons.append(f"model type {config.model_type!r} is not one of {known}")
+        odd = (why for name, part in modules.named_modules() if (why := _oddity(name, part)))
+        if reasons := [*reasons, *islice(odd, 1)]:
+            raise ModelError("target", f"unsupported by the fused path: {'; '.join(reasons)}")
         rotary = RotaryTable(modules.model.rotary_emb, target.max_context_len)
         blocks = tuple(
-            Block.of_layer(layer, rotary, geometry, config.rms_norm_eps)
+            Block.of_layer(layer, rotary, geometry, config.rms_norm_eps, activation_of(config))
             for layer, geometry in zip(modules.model.layers, target.layers, strict=True)
         )
         ready(target.device)
@@ -125,6 +134,11 @@ class FusedTarget:
 
         Later positions count as the last one. A target that was never asked for a context computes
         the angles of all positions of its model in its first forward.
+
+        Raises
+        ------
+        ModelError
+            If its rope type rotates contexts of that length in another way.
         """
         old = self.blocks[0].rotary
         rotary = old.of_length(max_context_len)
@@ -199,7 +213,7 @@ class FusedTarget:
         wanted = self.features.hidden_states
         if len(views) < len(wanted):
             states = torch.cat([views[index] for index in wanted], dim=1)
-        return TargetOutput(product(x, self.lm_head.weight), states)
+        return TargetOutput(product(x, self.lm_head.weight, self.lm_head.bias), states)
 
     def _states(self, count: int) -> tuple[Tensor | None, dict[int, Tensor]]:
         """Allocate features ``[T, F]``; return each hidden state's part, too."""
@@ -209,3 +223,14 @@ class FusedTarget:
         size = self.hidden_size
         states = self.norm.new_empty(count, len(wanted) * size)
         return states, dict(zip(wanted, states.split(size, dim=1), strict=True))
+
+
+def _oddity(name: str, part: nn.Module) -> str:
+    """Say what a module computes besides its product, or nothing."""
+    if is_sharded(part, recurse=False):
+        return f"{name} is sharded over ranks"
+    for suffix, plain in _PLAIN.items():
+        # A quantised or adapted layer has scales or further weights.
+        if name.endswith(suffix) and type(part) is not plain:
+            return f"{name} is a {type(part).__name__}"
+    return ""
