@@ -253,10 +253,11 @@ def _packed(weights: Mapping[str, Tensor], *names: str) -> tuple[Tensor, Tensor 
     """Stack the weights of projections, and their biases if there are any."""
     parts = [weights[f"{name}.weight"] for name in names]
     found = [weights.get(f"{name}.bias") for name in names]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(names) == 1:
+        return parts[0], found[0]
     if all(bias is None for bias in found):
-        return whole, None
+        return torch.cat(parts), None
     pairs = zip(parts, found, strict=True)
-    # a part without one
+    # a part may lack one
     biases = [one.new_zeros(len(one)) if bias is None else bias for one, bias in pairs]
-    return whole, torch.cat(biases)
+    return torch.cat(parts), torch.cat(biases)
