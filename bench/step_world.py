@@ -248,7 +248,7 @@ class World:
         """Leave on rows what prompts of ``context`` tokens would, but for their KV."""
         count, topk = len(rows), decoder.config.topk
         vocab = self.head.vocab_size
-        state = None
+        state: dict[str, torch.Tensor] = {}
         if decoder.states.drafting:
             first = torch.rand(count, vocab, device=self.device).topk(topk, dim=1).indices
             probs = torch.tensor([FIRST * NEXT**i for i in range(topk)], device=self.device)
