@@ -11,6 +11,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.engine.request import RequestOutput
 from specattn.errors import CapacityError
+from tests.samples import half, sampled
 from tests.speculative.test_host_plans import PlanningBackend
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
@@ -54,9 +55,12 @@ def engine(models, *trees, page_size=1, **options) -> Engine:
     return Engine(*models, config, configs=more, **settings)
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
-@pytest.mark.parametrize("switching", [False, True], ids=["one setting", "switching"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@sampled(
+    half,
+    options=OPTIONS,
+    switching={"one setting": False, "switching": True},
+    ahead={"waited": False, "ahead": True},
+)
 def test_whoever_is_dropped_the_others_texts_stay_exact(models, greedy, options, switching, ahead):
     """At random, also between the launch of a step and its reading, and in mid-prefix."""
     more = {"policy": Dice(2)} if switching else {}

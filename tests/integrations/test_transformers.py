@@ -21,6 +21,7 @@ from specattn.models.hub import PAIR
 from specattn.speculative.lookup import LookupProposer
 from tests.models import heads
 from tests.models.conftest import TINY
+from tests.samples import sampled, star
 from tests.speculative import laws
 
 MODELS = {
@@ -107,28 +108,34 @@ def remainders(row: int, text: torch.Tensor) -> list[int]:
     return [token for token in range(1, VOCAB) if token % 3 == rest]
 
 
-@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"repetition_penalty": 1.4},
-        {"repetition_penalty": 0.7},
-        {"bad_words_ids": [[5], [7, 8], [20, 3], [EOS], *([t, 11] for t in range(3, 20))]},
-        {"min_new_tokens": 9},
-        {"min_length": 16},
-        {"repetition_penalty": 1.2, "bad_words_ids": [[5], [9, 4]], "min_new_tokens": 12},
-        {"no_repeat_ngram_size": 1},
-        {"no_repeat_ngram_size": 2},
-        {"suppress_tokens": [4, 8, 11, 17, VOCAB + 5]},
-        {"begin_suppress_tokens": list(range(3, 20, 2))},
-        {"sequence_bias": {(5,): 2.0, (7, 8): 3.0, (20, 3, 6): 4.0, (9,): -3.0}},
-        {"no_repeat_ngram_size": 3, "suppress_tokens": [6], "repetition_penalty": 1.2},
-        {"prefix_allowed_tokens_fn": remainders},
-    ],
-    ids=[
-        *("repetition", "repetition below 1", "bad words", "min_new_tokens", "min_length", "three"),
-        *("unigrams", "bigrams", "suppressed", "at begin", "biased", "trigrams", "prefixes"),
-    ],
+@sampled(
+    star,
+    asked={
+        "three": {
+            "repetition_penalty": 1.2,
+            "bad_words_ids": [[5], [9, 4]],
+            "min_new_tokens": 12,
+        },
+        "repetition": {"repetition_penalty": 1.4},
+        "repetition below 1": {"repetition_penalty": 0.7},
+        "bad words": {
+            "bad_words_ids": [[5], [7, 8], [20, 3], [EOS], *([t, 11] for t in range(3, 20))]
+        },
+        "min_new_tokens": {"min_new_tokens": 9},
+        "min_length": {"min_length": 16},
+        "unigrams": {"no_repeat_ngram_size": 1},
+        "bigrams": {"no_repeat_ngram_size": 2},
+        "suppressed": {"suppress_tokens": [4, 8, 11, 17, VOCAB + 5]},
+        "at begin": {"begin_suppress_tokens": list(range(3, 20, 2))},
+        "biased": {"sequence_bias": {(5,): 2.0, (7, 8): 3.0, (20, 3, 6): 4.0, (9,): -3.0}},
+        "trigrams": {
+            "no_repeat_ngram_size": 3,
+            "suppress_tokens": [6],
+            "repetition_penalty": 1.2,
+        },
+        "prefixes": {"prefix_allowed_tokens_fn": remainders},
+    },
+    drafted={"drafted": True, "plain": False},
 )
 def test_greedy_tokens_under_processors_are_those_of_transformers(asked, drafted, head):
     """Rows with padding too: penalties and sequences do not see it."""

@@ -13,6 +13,7 @@ from specattn.kernels.tree import best_first_tree
 from specattn.speculative import dflash, verify
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
+from tests.samples import sampled, star
 from tests.speculative import laws
 from tests.speculative.blocks import PROMPTS, SIZE, decode, engine, p_value
 from tests.speculative.laws import PROMPT
@@ -38,8 +39,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(backend, name):
     assert sum(gained) > 1.5 * len(gained), "drafts are accepted"
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["chain", "beams", "best first"])
+@sampled(star, name=["best first", "beams", "chain"], batch=[2, 1, 3, 4])
 def test_any_batch_and_row_decodes_the_same(batch, name):
     """Requests follow each other on fewer rows: what the last one left is written again."""
     config = replace(TREES[name], max_num_reqs=batch)

@@ -16,6 +16,7 @@ from specattn.speculative.sampling import SamplingParams
 from specattn.speculative.standalone import LMDraft
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text
+from tests.samples import sampled, star
 from tests.speculative import laws
 from tests.tiny import VOCAB, TinyDraft, TinyTarget, dense_greedy
 
@@ -65,8 +66,7 @@ def texts(run, requests):
     return [(list(one.request.prompt) + one.result.tokens, text) for one, text in found.values()]
 
 
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-@pytest.mark.parametrize("kind", KINDS)
+@sampled(star, kind=KINDS, tree={"tree": TREES["tree"]} | TREES)
 def test_greedy_lookup_equals_greedy_decoding(models, expected, kind, tree):
     run = engine(models, kind, tree)
     out = run.generate([Request(p, 60 - i) for i, p in enumerate(PROMPTS)])

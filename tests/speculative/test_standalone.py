@@ -17,6 +17,7 @@ from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.standalone import LMDraft, StandaloneProposer
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import StepDecoder
+from tests.samples import sampled, star
 from tests.speculative import laws
 from tests.speculative.test_host_plans import PlanningBackend
 from tests.tiny import VOCAB, DenseAttend, TinyTarget, dense_greedy
@@ -65,18 +66,17 @@ def run(engine: Engine) -> list[list[int]]:
     return [result.tokens for result in results]
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"backend": "torch_native"},
-        {"cudagraph": "piecewise"},
-        {"backend": PlanningBackend},
-        {"indices": "csr"},
-        {"tbo": True},
-    ],
-    ids=["default", "torch", "piecewise", "host plans", "csr", "tbo"],
+@sampled(
+    star,
+    tree=["tree", *(name for name in TREES if name != "tree")],
+    options={
+        "default": {},
+        "torch": {"backend": "torch_native"},
+        "piecewise": {"cudagraph": "piecewise"},
+        "host plans": {"backend": PlanningBackend},
+        "csr": {"indices": "csr"},
+        "tbo": {"tbo": True},
+    },
 )
 def test_greedy_tokens_are_those_of_plain_decoding(target, wanted, tree, options) -> None:
     config = of(tree, 64, 3)

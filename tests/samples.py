@@ -1,0 +1,38 @@
+"""Products of cases, of which a run takes a part; ``--whole`` runs them all."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+
+def star(*at: int) -> bool:
+    """Whether at most one value is another than the first of its axis."""
+    return len(at) - at.count(0) <= 1
+
+
+def half(*at: int) -> bool:
+    """Every second case: of three axes or more, any two values meet in one."""
+    return sum(at) % 2 == 0
+
+
+def sampled(keep: Callable[..., bool], **axes: Mapping[str, object] | Iterable[object]):
+    """Parametrise by the product of ``axes``; cases that ``keep`` refuses are marked ``whole``.
+
+    ``keep`` gets the index of every value. An axis names its values, or they name themselves.
+    """
+    named = [
+        list(axis.items()) if isinstance(axis, dict) else [(str(one), one) for one in axis]
+        for axis in axes.values()
+    ]
+    rows = []
+    for at in product(*(range(len(axis)) for axis in named)):
+        names, values = zip(*(axis[i] for axis, i in zip(named, at, strict=True)), strict=True)
+        marks = () if keep(*at) else pytest.mark.whole
+        rows.append(pytest.param(*values, id="-".join(names), marks=marks))
+    return pytest.mark.parametrize(tuple(axes), rows)
