@@ -12,6 +12,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.models import HFTarget, load_dflash, load_draft
 from specattn.models.hub import PAIR_HEADS
+from tests.samples import sampled, star
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAIR = files("specattn") / "pair"
@@ -68,8 +69,7 @@ def expected(prompts) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-@pytest.mark.parametrize("page_size", [1, 16])
+@sampled(star, page_size=[1, 16], tree={"topk4": TREES["topk4"]} | TREES)
 def test_tokens_are_those_of_transformers(pair, prompts, expected, tree, page_size):
     config = SpecConfig(*tree, 256, 4, page_size)
     engine = Engine(*pair, config, buckets=[4])

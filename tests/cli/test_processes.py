@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.cli.command import ON_CPU, PROMPT, ROOT, plain_tokens, run
+from tests.samples import half, sampled
 
 IN_TRITON = ["--backend", "triton", "--json", "a"]
 INTERPRETED = (
@@ -53,16 +54,18 @@ def test_an_interrupt_ends_quietly():
     assert errors == b""
 
 
-@pytest.mark.parametrize("args", ["--version", "--help"])
-def test_a_closed_pipe_and_a_full_disk_leave_nothing_for_the_last_flush(args):
+@sampled(half, option=["--version", "--help"], out=["closed pipe", "full disk"])
+def test_a_closed_pipe_and_a_full_disk_leave_nothing_for_the_last_flush(option, out):
     """Python itself would end with 120 and a traceback of its own."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    for out, code, errors in ((writer, 141, b""), (os.open("/dev/full", os.O_WRONLY), 3, FULL)):
-        running = process(args, stdout=out)
-        os.close(out)
-        _, found = running.communicate(timeout=600)
-        assert (running.returncode, found) == (code, errors)
+    if out == "closed pipe":
+        reader, written = os.pipe()
+        os.close(reader)
+    else:
+        written = os.open("/dev/full", os.O_WRONLY)
+    running = process(option, stdout=written)
+    os.close(written)
+    _, errors = running.communicate(timeout=600)
+    assert (running.returncode, errors) == {"closed pipe": (141, b""), "full disk": (3, FULL)}[out]
 
 
 def test_an_argument_that_is_not_utf8():

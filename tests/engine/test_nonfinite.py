@@ -8,6 +8,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.sampling import SamplingParams
+from tests.samples import half, sampled
 from tests.speculative.test_host_plans import PlanningBackend
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
@@ -85,9 +86,7 @@ def check(models, monkeypatch, sampling, kind, *, ahead, **options) -> None:
     assert [one.tokens for one in again] == texts, "rows and slots serve others afterwards"
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+@sampled(half, sampling=SAMPLING, tree=TREES.keys(), ahead={"waited": False, "ahead": True})
 def test_a_request_ends_where_its_logits_are_not_finite(models, monkeypatch, sampling, tree, ahead):
     check(models, monkeypatch, sampling, "nan", ahead=ahead, tree=tree)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -45,6 +45,9 @@ ASKED = [
     {"budget": (45, 1)},
 ]
 COUNT = 24
+PARAMS = [SamplingParams(processors=asked) for asked in ASKED]
+PARAMS[3] = replace(PARAMS[3], frequency_penalty=0.3)
+FREE = SamplingParams()
 
 
 def scores(target, prompt, output, params):
@@ -54,10 +57,13 @@ def scores(target, prompt, output, params):
     )
 
 
-def greedy_text(target, prompt, count, params):
-    output: list[int] = []
-    for _ in range(count):
-        found = scores(target, prompt, output, params)
+@cache
+def greedy_text(prompt: int, asked: int | None = None) -> list[int]:
+    """What plain decoding writes after one of the prompts, by one of the params or `FREE`."""
+    target, output = TinyTarget(device=DEVICE), []
+    params = FREE if asked is None else PARAMS[asked]
+    for _ in range(COUNT):
+        found = scores(target, PROMPTS[prompt], output, params)
         output.append(found.index(max(found)))
     return output
 
@@ -72,22 +78,18 @@ def engine(way: str, processors=None, **more) -> Engine:
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_texts_are_those_of_plain_decoding(way):
     """Some ask for two, one for none, one for built-in ones, too."""
-    run, target = engine(way, buckets=[2, 5]), TinyTarget(device=DEVICE)
-    params = [SamplingParams(processors=asked) for asked in ASKED]
-    params[3] = replace(params[3], frequency_penalty=0.3)
-    requests = [Request(*pair) for pair in zip(PROMPTS, [COUNT] * 5, params, strict=True)]
+    run = engine(way, buckets=[2, 5])
+    requests = [Request(*pair) for pair in zip(PROMPTS, [COUNT] * 5, PARAMS, strict=True)]
     outs = run.generate(requests)
-    for request, out in zip(requests, outs, strict=True):
-        prompt = list(request.prompt)
-        assert out.tokens == greedy_text(target, prompt, COUNT, request.sampling)
-        free = greedy_text(target, prompt, COUNT, SamplingParams())
-        assert (out.tokens == free) == (not request.levels)
+    for at, (request, out) in enumerate(zip(requests, outs, strict=True)):
+        assert out.tokens == greedy_text(at, at)
+        assert (out.tokens == greedy_text(at)) == (not request.levels)
     if way != "plain":
         assert max(n for out in outs for n in out.accept_lens) > 1
     # rows that others have left, and requests that ask for other things in them
-    again = [replace(one, sampling=params[at - 1]) for at, one in enumerate(requests)]
-    for request, out in zip(again, run.generate(again), strict=True):
-        assert out.tokens == greedy_text(target, list(request.prompt), COUNT, request.sampling)
+    again = [replace(one, sampling=PARAMS[at - 1]) for at, one in enumerate(requests)]
+    for at, out in enumerate(run.generate(again)):
+        assert out.tokens == greedy_text(at, (at - 1) % 5)
 
 
 def test_the_logits_of_others_keep_their_bits():

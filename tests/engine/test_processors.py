@@ -14,6 +14,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.speculative.sampling import SamplingParams
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text, no_path
+from tests.samples import sampled, star
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -31,8 +32,7 @@ def engine(config: SpecConfig, **options) -> Engine:
     return Engine(*models, config, buckets=(2, 4), **options)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", GREEDY)
+@sampled(star, name=["three", *list(GREEDY)[:-1]], config=["tree", "chain", "plain"])
 def test_greedy_texts_are_those_of_plain_decoding(name, config):
     """Beside a request without processors, whose text is as without the others."""
     target, params = TinyTarget(device=DEVICE), GREEDY[name]

@@ -9,6 +9,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from specattn.speculative.sampling import SamplingParams
+from tests.samples import sampled, star
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -76,8 +77,7 @@ def test_as_many_run_as_reach_their_ends_together(models, greedy, fitting, page_
         assert generate(run, requests, greedy) == fitting - 1
 
 
-@pytest.mark.parametrize("slots", [64, 79, 97, 150])
-@pytest.mark.parametrize("switching", [False, True], ids=["one setting", "switching"])
+@sampled(star, switching={"switching": True, "one setting": False}, slots=[97, 64, 79, 150])
 def test_requests_of_all_lengths_end_exactly(models, greedy, switching, slots):
     """Some at once, some at their contexts' ends; prompts alone would fill the pool to the brim."""
     more = {"policy": Dice(3)} if switching else {}
