@@ -21,6 +21,7 @@ from tests.cli.command import (
     run,
     tokenizer,
 )
+from tests.samples import half, sampled
 
 needs_xgrammar = pytest.mark.skipif(
     find_spec("xgrammar") is None, reason="the extra `grammar` is not installed"
@@ -145,23 +146,28 @@ def test_a_table_shows_the_first_logprobs():
 
 
 @needs_xgrammar
-@pytest.mark.parametrize("options", [["--topk", "4"], ["--temperature", "1", "--n", "3"]])
-def test_a_text_matches_a_schema(tmp_path, options):
+@sampled(
+    half,
+    options=[["--topk", "4"], ["--temperature", "1", "--n", "3"]],
+    given=["in a file", "by itself"],
+)
+def test_a_text_matches_a_schema(tmp_path, options, given):
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 9}, "n": {"type": "integer"}},
         "required": ["name", "n"],
     }
-    file = tmp_path / "schema.json"
-    file.write_text(json.dumps(schema))
-    for given in (str(file), f" {json.dumps(schema)}"):
-        found = generated("--json-schema", given, "--logprobs", "1", *options, PROMPT, count=70)
-        for one in found if "--n" in options else [found]:
-            assert one["finish_reason"] == "eos"
-            value = json.loads(one["text"])
-            assert set(value) == {"name", "n"}
-            assert isinstance(value["n"], int)
-            assert len(one["logprobs"]) == one["num_tokens"]
+    wanted = f" {json.dumps(schema)}"
+    if given == "in a file":
+        (tmp_path / "schema.json").write_text(wanted)
+        wanted = str(tmp_path / "schema.json")
+    found = generated("--json-schema", wanted, "--logprobs", "1", *options, PROMPT, count=70)
+    for one in found if "--n" in options else [found]:
+        assert one["finish_reason"] == "eos"
+        value = json.loads(one["text"])
+        assert set(value) == {"name", "n"}
+        assert isinstance(value["n"], int)
+        assert len(one["logprobs"]) == one["num_tokens"]
 
 
 @needs_xgrammar
