@@ -30,8 +30,11 @@ def sampled(keep: Callable[..., bool], **axes: Mapping[str, object] | Iterable[o
         list(axis.items()) if isinstance(axis, dict) else [(str(one), one) for one in axis]
         for axis in axes.values()
     ]
+    cases = list(product(*(range(len(axis)) for axis in named)))
+    kept = [set(column) for column in zip(*(at for at in cases if keep(*at)), strict=True)]
+    assert kept == [set(range(len(axis))) for axis in named], "some value is in no case"
     rows = []
-    for at in product(*(range(len(axis)) for axis in named)):
+    for at in cases:
         names, values = zip(*(axis[i] for axis, i in zip(named, at, strict=True)), strict=True)
         marks = () if keep(*at) else pytest.mark.whole
         rows.append(pytest.param(*values, id="-".join(names), marks=marks))

@@ -12,12 +12,11 @@ from __future__ import annotations
 import random
 from contextlib import suppress
 
-import pytest
-
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from specattn.speculative.sampling import SamplingParams
+from tests.samples import sampled, star
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -33,8 +32,7 @@ def requests(rng: random.Random) -> list[Request]:
     return one.samples(rng.choice([1, 1, 3]))
 
 
-@pytest.mark.parametrize("pages", ["many", "few"])
-@pytest.mark.parametrize("page", [1, 16, 64])
+@sampled(star, page=[16, 1, 64], pages=["few", "many"])
 def test_all_slots_are_free_when_nothing_runs(page, pages):
     rng = random.Random(page)
     # few: one of the rows reaches the longest context
