@@ -50,7 +50,8 @@ class Block(nn.Module):
         )
         q, k, v = (nn.Linear(inputs, size, bias=False).weight for size in sizes)
         # one product for all three; queries and keys are twice what they would be
-        self.qkv = nn.Parameter(torch.cat([2 * q, 2 * k, v]).detach())
+        self.qkv = nn.utils.skip_init(nn.Linear, inputs, sum(sizes), bias=False)
+        self.qkv.weight = nn.Parameter(torch.cat([2 * q, 2 * k, v]).detach())
         self.o = nn.Linear(c.num_qo_heads * c.v_head_dim, hidden, bias=False)
 
     def project(self, x: Tensor, turned: tuple[Tensor, Tensor], skipped: int = 0) -> list[Tensor]:
@@ -59,7 +60,7 @@ class Block(nn.Module):
         x = nn.functional.layer_norm(x, x.shape[-1:])
         rotated = c.num_qo_heads + c.num_kv_heads - skipped
         sizes = [rotated * c.head_dim, c.num_kv_heads * c.v_head_dim]
-        qk, v = nn.functional.linear(x, self.qkv[skipped * c.head_dim :]).split(sizes, 1)
+        qk, v = self.qkv(x)[:, skipped * c.head_dim :].split(sizes, 1)
         qk = rotate(qk.view(t, rotated, c.head_dim), turned)
         heads = [rotated - c.num_kv_heads, c.num_kv_heads]
         return [
