@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from . import tables
-from .steps import PLAIN, measured, over_floor, place
+from .steps import PLAIN, by_place, measured, settings_of, times
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,15 +22,13 @@ Cell = dict[str, Any]
 def shown(results: Path) -> str:
     """Return times over bytes, what building a tree takes, and from where on blocks win."""
     found = json.loads((results / RECORD).read_text())
-    rows: dict[str, dict[str, Cell]] = {}
-    for cell in measured(found):
-        rows.setdefault(place(cell), {})[cell["setting"]] = cell
+    rows = by_place(measured(found))
     return "\n\n".join(
         [
             f"{tables.versions(found['machine'])}.",
             f"{found['model']}, ms and ratio to the bytes at the speed of "
             "a copy (with *: to the products, where these take longer):",
-            _times(rows),
+            times(rows),
             f"{DRAFT} against the others: building the tree, launches of a step, the tokens per "
             "step at which it is plain decoding's equal, and how many times an EAGLE-3 "
             "setting's tokens it must gain to be that one's:",
@@ -39,23 +37,9 @@ def shown(results: Path) -> str:
     )
 
 
-def _settings(rows: dict[str, dict[str, Cell]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows.values() for name in row))
-
-
-def _times(rows: dict[str, dict[str, Cell]]) -> str:
-    """A row per batch and context, a column per setting."""
-    settings = _settings(rows)
-    body = []
-    for name, row in rows.items():
-        cells = (row.get(setting) for setting in settings)
-        body.append([name, *(over_floor(cell) for cell in cells)])
-    return tables.table(["batch x context", *settings], body)
-
-
 def _even(rows: dict[str, dict[str, Cell]]) -> str:
     """A row per place and tree of a block."""
-    others = [name for name in _settings(rows) if not name.startswith(DRAFT)]
+    others = [name for name in settings_of(rows) if not name.startswith(DRAFT)]
     head = ["batch x context", "setting", "tree, us", "of the step", "launches"]
     head += [f"= {name}" if name == PLAIN else f"x {name}" for name in others]
     body = []

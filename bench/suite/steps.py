@@ -10,7 +10,7 @@ from . import tables
 from .summary import Point, Ratio
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 RECORD = "step_h200.json"
@@ -63,11 +63,12 @@ def measured(record: dict[str, Any]) -> list[Cell]:
 def shown(results: Path) -> str:
     """Return steps over their bytes, and what speculation gains."""
     cells = [cell for cell in read(results) if cell["model"] == MODEL]
+    rows = by_place(cell for cell in cells if place(cell) in PLACES)
     return "\n\n".join(
         [
             f"{MODEL}, ms and ratio to the bytes at the speed of a copy (with *: to the "
             "products at the speed of a large square one, where these take longer):",
-            times([cell for cell in cells if place(cell) in PLACES]),
+            times(rows, [name for name in settings_of(rows) if name != PLAIN]),
             f"{MODEL} against plain decoding, batch 1, at tokens per step measured elsewhere:",
             gains([cell for cell in cells if place(cell) in ENDS]),
         ]
@@ -78,23 +79,31 @@ def place(cell: Cell) -> str:
     return f"{cell['batch']} x {cell['context'] // 1024}k"
 
 
-def times(cells: list[Cell]) -> str:
-    """A row per batch and context, a column per setting."""
+def by_place(cells: Iterable[Cell]) -> dict[str, dict[str, Cell]]:
+    """Return cells by batch and context, then by setting."""
     rows: dict[str, dict[str, Cell]] = {}
     for cell in cells:
         rows.setdefault(place(cell), {})[cell["setting"]] = cell
-    settings = list(dict.fromkeys(cell["setting"] for cell in cells))
-    return tables.table(
-        ["batch x context", *settings, *(f"{name} = plain" for name in settings if name != PLAIN)],
-        (
-            [
-                name,
-                *(over_floor(row.get(setting)) for setting in settings),
-                *(_even(row, setting) for setting in settings if setting != PLAIN),
-            ]
-            for name, row in rows.items()
-        ),
-    )
+    return rows
+
+
+def settings_of(rows: dict[str, dict[str, Cell]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows.values() for name in row))
+
+
+def times(rows: dict[str, dict[str, Cell]], compared: Sequence[str] = ()) -> str:
+    """A row per batch and context, a column per setting, then those compared with plain."""
+    settings = settings_of(rows)
+    head = ["batch x context", *settings, *(f"{name} = plain" for name in compared)]
+    body = [
+        [
+            name,
+            *(over_floor(row.get(setting)) for setting in settings),
+            *(_even(row, setting) for setting in compared),
+        ]
+        for name, row in rows.items()
+    ]
+    return tables.table(head, body)
 
 
 def over_floor(cell: Cell | None) -> str:
