@@ -183,6 +183,7 @@ def of_tests(target: int) -> list[Launch]:
     options = ["-qq", "-n", "0", "--tb=no", "-p", "no:cacheprovider", "-k", UNFIT]
     with Notes(target).taken() as notes, contextlib.redirect_stdout(io.StringIO()):
         pytest.main([*options, str(TESTS)], plugins=[notes])
+    assert notes.launches, "the tests of kernels launched nothing"
     largest: dict[Any, Launch] = {}
     for launch in notes.launches:
         found = largest.setdefault(launch.kind, launch)
