@@ -221,7 +221,7 @@ class BoundLayers(CompositeAttention):
         own = self.layers[layer]
         q = own.pool.store_packed(
             own.index,
-            self.slots,
+            self.stored[own.group.view],
             parts,
             positions,
             rotation,
