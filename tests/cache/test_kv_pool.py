@@ -133,23 +133,38 @@ def test_store_writes_the_named_slots_only():
     pool = KVPool([config, config], 12, "cpu")
     slots = torch.tensor([[7, 3], [1, 9]], dtype=torch.int32)[:, :1]  # a view with a row stride
     k, v = torch.randn(2, 2, 8), torch.randn(2, 2, 5)
-    pool.store(1, slots, k, v)
-    assert (pool.k[1, [7, 1]] == k).all()
-    assert (pool.v[1, [7, 1]] == v).all()
-    pool.k[1, [7, 1]] = 0
+    for pair in ((k, v), (k.flatten(1), v.flatten(1))):
+        pool.store(1, slots, *pair)
+        assert (pool.k[1, [7, 1]] == k).all()
+        assert (pool.v[1, [7, 1]] == v).all()
+        pool.k[1, [7, 1]] = 0
+        assert not pool.k.any()
+        pool.v.zero_()
+    for pair in ((k, None), (None, v), (k[:1], v), (k[..., :7], v), (k, v.double())):
+        with pytest.raises(ValueError, match=r"(k|v) .*must be"):
+            pool.store(1, slots, *pair)
     assert not pool.k.any()
+    assert not pool.v.any()
 
 
 LATENT = AttnConfig(4, 1, 10, v_head_dim=6, sm_scale=0.3, latent=True)
 
 
-def test_a_latent_pool_stores_every_number_once():
+@pytest.mark.parametrize("form", ["whole", "flat", "parts", "with values"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_latent_pool_stores_every_number_once(form, dtype):
     pool = KVPool([LATENT, LATENT], 12, DEVICE)
     assert pool.v.data_ptr() == pool.k.data_ptr()
     pool.k.fill_(-1)
-    slots = torch.tensor([[7, 3], [1, 9]], dtype=torch.int32, device=DEVICE)[:, :1]
+    slots = torch.tensor([[7, 3], [1, 9]], dtype=dtype, device=DEVICE)[:, :1]
     row = torch.randn(2, 1, 10, device=DEVICE)
-    pool.store(1, slots, row, row[..., :6])
+    given = {
+        "whole": (row,),
+        "flat": (row.flatten(1),),
+        "parts": ((row[..., :6], row[..., 6:]),),
+        "with values": (row, row[..., :6]),
+    }
+    pool.store(1, slots, *given[form])
     assert (pool.k[1, [7, 1]] == row).all()
     assert (pool.v[1, [7, 1]] == row[..., :6]).all()
     pool.k[1, [7, 1]] = -1
