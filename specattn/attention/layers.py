@@ -45,13 +45,6 @@ class LayerGroup:
     made_by: BackendFactory
     view: int = 0
 
-    def check_pages(self, page_size: int) -> None:
-        """Raise an UnsupportedError for pages that the backend does not read."""
-        need = self.made_by.capabilities.page_size
-        if page_size % need:
-            reason = f"page_size must be a multiple of {need}, got {page_size}"
-            raise UnsupportedError(f"backend {self.made_by.name!r}", [reason])
-
     def bind(self, plan: Plan) -> BoundAttention:
         """Return attention over a plan's tensors.
 
@@ -67,8 +60,11 @@ class LayerGroup:
                 "a forward must meet a geometry before a capture: make the layer, then the "
                 f"forward, or run it once: {self.backend.config}"
             )
-        pages = plan.page_size if isinstance(plan, ExtendPlan) else plan.layout.page_size
-        self.check_pages(pages)
+        have = plan.page_size if isinstance(plan, ExtendPlan) else plan.layout.page_size
+        need = self.made_by.capabilities.page_size
+        if have % need:
+            reason = f"page_size must be a multiple of {need}, got {have}"
+            raise UnsupportedError(f"backend {self.made_by.name!r}", [reason])
         return IdleAttention() if plan.idle else self.backend.bind(plan)
 
 
@@ -152,11 +148,6 @@ class Layers(ABC):
                 made_by = self.made_by(config)
                 self.groups[config, view] = LayerGroup(made_by(config, self.device), made_by, view)
         return self.groups[config, view]
-
-    def check_pages(self, page_size: int) -> None:
-        """Raise an UnsupportedError for pages that a backend does not read."""
-        for group in self.groups.values():
-            group.check_pages(page_size)
 
     def check_indices(self, indices: str) -> None:
         """Refuse an unknown word, and lists if a backend serves none."""

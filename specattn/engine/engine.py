@@ -216,7 +216,7 @@ class Engine:
             device=target.device,
         )
         pool = partial(KVPool, num_slots=slots, device=target.device, kv_dtype=kv_dtype)
-        slot = partial(_model_slot, config.page_size, backend, deterministic=deterministic)
+        slot = partial(ModelSlot.of, backend=backend, deterministic=deterministic)
         self.target: ModelSlot[TargetModel] = slot(target, pool(target.layers, scales=kv_scales[0]))
         if not self.configs.speculative:
             drafts = NoProposer()
@@ -723,12 +723,3 @@ class Engine:
         for decoder in self._decoders:
             decoder.settle()
         self._changing = False
-
-
-def _model_slot(
-    page_size: int, backend: str | BackendFactory, model: Any, pool: KVPool, *, deterministic: bool
-) -> ModelSlot[Any]:
-    """Return a model over its pool, with a backend for its pages."""
-    slot: ModelSlot[Any] = ModelSlot.of(model, pool, backend, deterministic=deterministic)
-    slot.backend.check_pages(page_size)
-    return slot

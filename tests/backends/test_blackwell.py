@@ -25,6 +25,7 @@ from specattn.batch import Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
+from specattn.engine.engine import Engine
 from specattn.errors import UnsupportedError
 from specattn.kernels.indices import KeySlots, fill_block_table
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, MultiStepDims
@@ -37,6 +38,7 @@ from tests.filling import put
 from tests.implementations import using
 from tests.kernels.tree_oracle import DEVICE as PLACE
 from tests.recordings import refill
+from tests.tiny import TinyDraft, TinyTarget
 
 DEVICE = torch.device(PLACE)
 INT = {"dtype": torch.int32, "device": DEVICE}
@@ -360,12 +362,10 @@ def test_pages_of_another_size_are_refused_before_anything_runs():
     case = oracle.make_tree_case([40, 3], mode="chain", page_size=64, device=DEVICE)
     config = config_of(case)
     pool, message = KVPool([config], 256, DEVICE), "page_size must be a multiple of 128, got 64"
-    layers = LayeredBackend(Paged, [config], pool, DEVICE)
-    layers.check_pages(256)
     with pytest.raises(UnsupportedError, match=message):
-        layers.check_pages(64)
+        LayeredBackend(Paged, [config], pool, DEVICE).bind(plan_of(case))
+    LayeredBackend("torch_native", [config], pool, DEVICE).bind(plan_of(case))
+    models, spec = (TinyTarget(), TinyDraft()), SpecConfig(3, 1, 4, 256, 2, page_size=64)
     with pytest.raises(UnsupportedError, match=message):
-        layers.bind(plan_of(case))
-    layers = LayeredBackend("torch_native", [config], pool, DEVICE)
-    layers.check_pages(1)
-    layers.bind(plan_of(case))
+        Engine(*models, spec, backend=Paged)
+    Engine(*models, replace(spec, page_size=128), backend=Paged)
