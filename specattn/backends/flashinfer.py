@@ -25,10 +25,10 @@ from specattn.backends.flashinfer_plan import (
     RequestLists,
     TailLists,
     device_reasons,
-    require_contiguous,
     scale_reasons,
 )
 from specattn.kernels.attention import merge_lse
+from specattn.kernels.checks import require_dense
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class _Wrapper(Planned):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        require_contiguous(out, lse)
+        require_dense(out=out, lse=lse)
         self.attend(q, k_cache, v_cache, out, lse)
         if lse is not None:
             lse.mul_(math.log(2)).masked_fill_(lse < NO_KEYS, -math.inf)
@@ -318,7 +318,7 @@ class FlashInferTree(BoundAttention):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        require_contiguous(out, lse)
+        require_dense(out=out, lse=lse)
         self.tail.pack_late()
         tail_out, shape = torch.empty_like(out), self._seen.shape
         prefix_lse, tail_lse = q.new_empty(2, *q.shape[:2], dtype=torch.float32)

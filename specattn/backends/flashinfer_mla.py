@@ -21,10 +21,11 @@ from specattn.backends.flashinfer_plan import (
     PromptLists,
     RequestLists,
     device_reasons,
-    require_contiguous,
     scale_reasons,
 )
 from specattn.errors import UnsupportedError
+from specattn.kernels.checks import require_dense
+from specattn.kernels.mla import check_latent
 from specattn.plan import CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -171,9 +172,8 @@ class MlaAttention(Planned):
         """Attend; see `BoundAttention.run`."""
         if not len(q):
             return
-        if v_cache.data_ptr() != k_cache.data_ptr() or v_cache.stride() != k_cache.stride():
-            raise ValueError(f"v_cache must be k_cache[..., :{RANK}], a view")
-        require_contiguous(out, lse)
+        check_latent(k_cache, v_cache)
+        require_dense(out=out, lse=lse)
         self.wrapper.run(
             q[..., :RANK],
             q[..., RANK:],

@@ -52,13 +52,6 @@ def scale_reasons(config: AttnConfig) -> list[str]:
     return []
 
 
-def require_contiguous(out: Tensor, lse: Tensor | None) -> None:
-    """Raise a ValueError for outputs that FlashInfer would misread."""
-    for name, tensor in {"out": out, "lse": lse}.items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-
-
 class FlashInferLayer(ReadOnly):
     """A layer geometry, and the workspace of all bound to it."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from specattn.backends.paged import BlockTable, BoundPages, PagedBackend, latent_reasons
 from specattn.errors import UnsupportedError
+from specattn.kernels.mla import check_latent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,8 +66,7 @@ class FlashMlaBackend(PagedBackend):
         self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         """Attend in one causal call over prefix and tail."""
-        if v.data_ptr() != k.data_ptr() or v.stride() != k.stride():
-            raise ValueError(f"v_cache must be k_cache[..., :{RANK}], a view")
+        check_latent(k, v)
         blocks, shape = bound.blocks, bound.shape
         result, sums = self.library.flash_mla_with_kvcache(
             q.unflatten(0, shape),

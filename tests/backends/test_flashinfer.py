@@ -167,7 +167,7 @@ def drafted(bound, rows: list[int], lens: list[int], q: torch.Tensor) -> torch.T
     bound.fill()
     generator = torch.Generator().manual_seed(3)
     out = torch.full_like(q, float("nan"))
-    pool = bound.steps[0].pool
+    pool = bound.steps[0].layers[0].pool
     for step in range(dims.steps):
         if step:
             beams = torch.randint(dims.topk, (len(lens), dims.topk), generator=generator).to(DEVICE)

@@ -107,7 +107,7 @@ class MlaAttention(TreeAttention):
 
     def _check_run(self, operands: Operands) -> None:
         super()._check_run(operands)
-        _check_latent(operands.k_cache, operands.v_cache)
+        check_latent(operands.k_cache, operands.v_cache)
 
 
 def mla_extend(
@@ -148,7 +148,7 @@ def mla_extend(
     check_extend(q, k_cache, v_cache, out, lse)
     if k_cache.shape[1] != 1:
         raise ValueError(f"k_cache must have one head, got {k_cache.shape[1]}")
-    _check_latent(k_cache, v_cache)
+    check_latent(k_cache, v_cache)
     if not len(q):
         return
     heads, head_dim = q.shape[1:]
@@ -178,7 +178,8 @@ def mla_extend(
     )
 
 
-def _check_latent(k_cache: Tensor, v_cache: Tensor) -> None:
+def check_latent(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise a ValueError unless values are a view of the latent keys."""
     if v_cache.data_ptr() != k_cache.data_ptr() or v_cache.stride() != k_cache.stride():
         raise ValueError(
             f"v_cache must be k_cache[..., :{v_cache.shape[-1]}], a view, "
