@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from specattn.batch import Phase, RowLayout
 from specattn.plan import AttnInputs, AttnPlan, causal_words, words_of
+from specattn.speculative.model import AnyDraftModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from specattn.attention.bound import BoundLayers
     from specattn.attention.layers import LayeredBackend
     from specattn.cache.kv_pool import KVPool
-    from specattn.config import AttnConfig, SpecConfig
+    from specattn.config import SpecConfig
     from specattn.kernels.fused import Rotation
     from specattn.speculative.model import Attend
 
@@ -116,27 +117,12 @@ class BlockShape:
 
 
 @runtime_checkable
-class BlockDraftModel(Protocol):
+class BlockDraftModel(AnyDraftModel, Protocol):
     """A model that proposes a block of tokens in one forward."""
-
-    @property
-    def layers(self) -> tuple[AttnConfig, ...]:
-        """The attention geometry of every layer, in the order ``attend`` numbers them."""
 
     @property
     def block(self) -> BlockShape:
         """The block that it fills in one forward."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Vd, the width of the logits."""
-
-    @property
-    def feature_size(self) -> int:
-        """F, the width of the target features that `combine` reads."""
-
-    def combine(self, hidden_states: Tensor) -> Tensor:
-        """Map the target's features ``[T, F]`` to the draft's context ``[T, H]``."""
 
     def write_context(self, states: Tensor, positions: Tensor, store: ContextStore) -> None:
         """Store every layer's keys and values of committed tokens.
@@ -165,13 +151,6 @@ class BlockDraftModel(Protocol):
         rows : Tensor, optional
             ``[R]`` int64 indices of the tokens whose logits are wanted; all if None.
         """
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """The table of `to_target`, contiguous ``[Vd]`` int64, if it is one."""
-
-    def to_target(self, token_ids: Tensor) -> Tensor:
-        """Map draft token ids, int64 of any shape, to target token ids."""
 
 
 def bind_block(

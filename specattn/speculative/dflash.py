@@ -71,7 +71,7 @@ class DFlashProposer(ModelProposer):
     def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
         """Write the prompts' context; nothing else is kept."""
         assert chunk.features is not None
-        store = ContextStore(self._slot.pool, chunk.plan.out_slots)
+        store = ContextStore(self.slot.pool, chunk.plan.out_slots)
         self.model.write_context(self.model.combine(chunk.features), chunk.positions, store)
         return {}
 

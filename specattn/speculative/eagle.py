@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult, Candidates, Marginals
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
-    from specattn.speculative.model import DraftModel
+    from specattn.speculative.draft import Draws
+    from specattn.speculative.model import DraftModel, DraftOutput
     from specattn.speculative.proposer import PromptChunk, StepViews
     from specattn.speculative.states import StateField
 
@@ -64,14 +65,9 @@ class EagleProposer(ModelProposer):
         """Run the draft over the prompts, with the target's features."""
         draft, last = self.model, chunk.last
         assert chunk.features is not None
-        states, attend = draft.combine(chunk.features), chunk.bind(self._slot.backend)
+        states, attend = draft.combine(chunk.features), chunk.bind(self.slot.backend)
         out = draft.forward(chunk.next_ids, states, chunk.positions, attend, last)
-        # the token proposed here follows the bonus token
-        draws = chunk.sampling if chunk.config.draft_sampling else None
-        topk, positions = chunk.config.proposals, chunk.positions[last] + 1
-        chosen = choose_tokens(draft, out.logits, topk, draws, positions)
-        state = DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs)
-        return vars(state)
+        return started(draft, out, chunk)
 
 
 class BoundEagle(BoundProposer):
@@ -154,12 +150,10 @@ class BoundEagle(BoundProposer):
             self.extend_attention,
             buffers.last_rows,
         )
-        # the token proposed here follows the bonus token; steps of other configs may start from it
+        # steps of other configs may start from it
         topk = self.step.states.drafting["topk_probs"].shape[1]
         draws = buffers if self.step.config.draft_sampling else None
-        chosen = choose_tokens(draft, out.logits, topk, draws, buffers.after)
-        state = DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs)
-        return vars(state)
+        return _proposed(draft, out, topk, draws, buffers.after)
 
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers of the draft forwards."""
@@ -174,6 +168,21 @@ class BoundEagle(BoundProposer):
                 kv_indices=drafts.kv_indices,
             )
         return found
+
+
+def started(draft: DraftModel, out: DraftOutput, chunk: PromptChunk) -> dict[str, Any]:
+    """Return the `DraftState` after prompts that end in a chunk."""
+    draws = chunk.sampling if chunk.config.draft_sampling else None
+    after = chunk.positions[chunk.last] + 1
+    return _proposed(draft, out, chunk.config.proposals, draws, after)
+
+
+def _proposed(
+    draft: DraftModel, out: DraftOutput, topk: int, draws: Draws | None, after: Tensor
+) -> dict[str, Any]:
+    # the token proposed here follows the bonus token
+    chosen = choose_tokens(draft, out.logits, topk, draws, after)
+    return vars(DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs))
 
 
 def _drafting(proposer: EagleProposer, step: StepViews, lens: Tensor) -> MultiStepDraftBackend:

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from specattn.kernels.logprobs import MAX_LOGPROBS, path_logprobs
+from specattn.kernels.logprobs import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from specattn.batch import AcceptResult
-    from specattn.speculative.processors import ProcessorStates
 
 
 class TokenLogprobs(NamedTuple):
@@ -71,42 +68,6 @@ class LogprobBuffers:
         """Return a copy on the host of one step's entry."""
         values, ids = (x[entry : entry + 1, :batch].cpu() for x in (self.values, self.ids))
         return LogprobBuffers(values.clone(), ids.clone())
-
-    def write(
-        self,
-        accepted: AcceptResult,
-        logits: Tensor,
-        processed: Tensor,
-        rows: Tensor,
-        entry: Tensor,
-        processors: ProcessorStates,
-    ) -> None:
-        """Write what requests want of the tokens that were accepted; capturable.
-
-        Parameters
-        ----------
-        accepted : AcceptResult
-            The tokens, and what they were drawn from.
-        logits, processed : Tensor
-            ``[B, n, V]``: the target's, and processed ones.
-        rows : Tensor
-            ``[B]`` int64, the requests' rows of ``processors``.
-        entry : Tensor
-            ``[1]`` int64, which step's entry is written.
-        processors : ProcessorStates
-            What requests want.
-        """
-        path_logprobs(
-            logits,
-            accepted,
-            rows,
-            entry,
-            counts=processors.logprobs,
-            sources=processors.logprobs_of,
-            values_out=self.values,
-            ids_out=self.ids,
-            processed=processed,
-        )
 
     def read(self, at: int, gained: int, count: int) -> list[TokenLogprobs]:
         """Return what a request's tokens have got, of an `entry`.

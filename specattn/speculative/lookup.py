@@ -8,7 +8,6 @@ computed but a search, on the device, in two launches; one more appends what was
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -33,6 +32,11 @@ if TYPE_CHECKING:
 
 # the state that holds a request's tokens by position
 TEXT = "text"
+# what lookup in front of a proposer leaves to it
+_OTHERS = (
+    *("slot", "feature_size", "dtype", "vocab_size", "read_ahead"),
+    *("to_target", "draft_len", "num_positions", "check"),
+)
 
 
 class LookupProposer(Proposer):
@@ -166,11 +170,6 @@ class LookupFirst:
         return LookupFirstProposer(self.lookup, draft_of(self.draft).make(slot))
 
 
-def _others(name: str) -> Any:
-    """Return a property: what the other proposer has under this name."""
-    return property(attrgetter(f"other.{name}"))
-
-
 class LookupFirstProposer(Proposer):
     """Proposes by lookup where it finds a match, and else by another.
 
@@ -187,28 +186,12 @@ class LookupFirstProposer(Proposer):
         If the other is a `HostProposer`.
     """
 
-    (
-        read_ahead,
-        slot,
-        feature_size,
-        dtype,
-        vocab_size,
-        to_target,
-        draft_len,
-        num_positions,
-        check,
-    ) = map(
-        _others,
-        (
-            *("read_ahead", "slot", "feature_size", "dtype", "vocab_size"),
-            *("to_target", "draft_len", "num_positions", "check"),
-        ),
-    )
-
     def __init__(self, lookup: LookupProposer, other: Proposer) -> None:
         if isinstance(other, HostProposer):
             raise ValueError(f"a HostProposer drafts alone, got {type(other).__name__} behind")
         self.lookup, self.other = lookup, other
+        for name in _OTHERS:
+            vars(self)[name] = getattr(other, name)
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the fields of both."""

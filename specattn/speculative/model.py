@@ -142,16 +142,12 @@ class TargetModel(Protocol):
         """
 
 
-class DraftModel(Protocol):
-    """A model that proposes tokens from the target's features."""
+class AnyDraftModel(Protocol):
+    """The part that draft models of all kinds have in common."""
 
     @property
     def layers(self) -> tuple[AttnConfig, ...]:
         """The attention geometry of every layer, in the order ``attend`` numbers them."""
-
-    @property
-    def hidden_size(self) -> int:
-        """H, the width of the states between draft steps."""
 
     @property
     def vocab_size(self) -> int:
@@ -163,6 +159,24 @@ class DraftModel(Protocol):
 
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Map the target's features ``[T, F]`` to draft hidden states ``[T, H]``."""
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """The table of `to_target`, contiguous ``[Vd]`` int64, if it is one.
+
+        The kernel that chooses tokens reads it, and saves a launch.
+        """
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Map draft token ids, int64 of any shape, to target token ids."""
+
+
+class DraftModel(AnyDraftModel, Protocol):
+    """A model that proposes tokens from the target's features."""
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the width of the states between draft steps."""
 
     def forward(
         self,
@@ -192,16 +206,6 @@ class DraftModel(Protocol):
         sources : Tensor, optional
             ``[T]`` int64, each token's row of ``hidden_states``; row i for token i if None.
         """
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """The table of `to_target`, contiguous ``[Vd]`` int64, if it is one.
-
-        The kernel that chooses tokens reads it, and saves a launch.
-        """
-
-    def to_target(self, token_ids: Tensor) -> Tensor:
-        """Map draft token ids, int64 of any shape, to target token ids."""
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from specattn.batch import DraftTree
 from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
 from specattn.speculative.logprobs import LogprobBuffers
+from specattn.speculative.processing import LogitsProcessing, Processing
 from specattn.speculative.proposer import PromptChunk, as_proposer
 from specattn.speculative.validation import check_logits, check_prompts
 from specattn.speculative.verify import accept
@@ -267,15 +268,18 @@ def first_tokens(
     words = torch.ones_like(root)[:, :, None]
     tree = DraftTree(root, lens[:, None], words, none, none, probs)
     plain = SpecConfig(num_steps=0, num_draft_tokens=1)
-    raw = nodes = logits[:, None]
-    if processors is not None and rows is not None:
-        nodes = processors.process(tree, raw, rows, bitmask)
+    rows = torch.zeros_like(lens) if rows is None else rows
+    raw, processing = logits[:, None], Processing()
+    if processors is not None:
+        logprobs = LogprobBuffers.alloc(1, len(root), 1, root.device)
+        if scored is not None:
+            scored.append(logprobs)
+        processing = LogitsProcessing(processors, logprobs, bitmask)
+    nodes = processing.process(tree, raw, rows)
     accepted = accept(tree, nodes, lens.to(torch.int32), plain, sampling)
-    if processors is not None and rows is not None and scored is not None:
-        scored.append(LogprobBuffers.alloc(1, len(root), 1, root.device))
-        entry = torch.zeros(1, dtype=torch.int64, device=root.device)
-        scored[-1].write(accepted, raw, nodes, rows, entry, processors)
-        processors.note(rows, accepted.accept_tokens, accepted.accept_lens)
+    first = rows.new_zeros(1)
+    processing.score(accepted, raw, nodes, sampling=sampling, rows=rows, entry=first)
+    processing.note(rows, accepted)
     return accepted.bonus_tokens
 
 

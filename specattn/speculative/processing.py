@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from specattn.buffers import fingerprint
+from specattn.kernels.logprobs import path_logprobs
 from specattn.kernels.sampling import target_probs
 
 if TYPE_CHECKING:
@@ -60,7 +61,21 @@ class Processing:
         rows: Tensor,
         entry: Tensor,
     ) -> None:
-        """Write the log-probabilities of accepted tokens."""
+        """Write the log-probabilities of accepted tokens for the host.
+
+        Parameters
+        ----------
+        accepted : AcceptResult
+            The tokens, and what they were drawn from.
+        logits, processed : Tensor
+            ``[B, n, V]``: the target's, and processed ones.
+        sampling : SamplingBatch
+            How the requests draw.
+        rows : Tensor
+            ``[B]`` int64, their rows of the table.
+        entry : Tensor
+            ``[1]`` int64, which step's memory is written.
+        """
 
     def note(self, rows: Tensor, accepted: AcceptResult) -> None:
         """Add accepted tokens to the histories."""
@@ -117,13 +132,23 @@ class LogitsProcessing(Processing):
         rows: Tensor,
         entry: Tensor,
     ) -> None:
-        """Write the log-probabilities of accepted tokens, as `LogprobBuffers.write` does."""
+        """Write the log-probabilities of accepted tokens; capturable."""
         if accepted.probs is None:
             nodes = processed.flatten(0, 1)
             drawing = sampling.temperature, sampling.top_k, sampling.top_p
             probs = target_probs(nodes, *drawing, processed.shape[1], sampling.min_p)
             accepted = replace(accepted, probs=probs.view(processed.shape))
-        self.logprobs.write(accepted, logits, processed, rows, entry, self.processors)
+        path_logprobs(
+            logits,
+            accepted,
+            rows,
+            entry,
+            counts=self.processors.logprobs,
+            sources=self.processors.logprobs_of,
+            values_out=self.logprobs.values,
+            ids_out=self.logprobs.ids,
+            processed=processed,
+        )
 
     def note(self, rows: Tensor, accepted: AcceptResult) -> None:
         """Add accepted tokens to the histories."""

@@ -193,29 +193,17 @@ class Proposer(ABC):
     Whatever a proposer does not define, it does not need.
     """
 
+    #: Its model, pool and attention, if it has any.
+    slot: ModelSlot[Any] | None = None
+    #: F, the width of the target's features that it reads.
+    feature_size: int = 0
+    #: The dtype in which steps keep these.
+    dtype: torch.dtype = torch.float32
+    #: Vd, the width of what it draws from.
+    vocab_size: int = 0
     #: Tokens beyond the committed ones that it has read when a step begins: 1 if it has read the
     #: bonus token, and the slot after a prompt is its own, too.
     read_ahead: int = 0
-
-    @property
-    def slot(self) -> ModelSlot[Any] | None:
-        """Its model, pool and attention, if it has any."""
-        return None
-
-    @property
-    def feature_size(self) -> int:
-        """F, the width of the features that it reads; may be 0."""
-        return 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which steps keep the target's features."""
-        return torch.float32
-
-    @property
-    def vocab_size(self) -> int:
-        """Vd, the width of what it draws from; may be 0."""
-        return 0
 
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map tokens of its vocabulary, int64 of any shape, to the target's."""
@@ -282,36 +270,12 @@ class ModelProposer(Proposer):
         The draft model, with its pool and attention.
     """
 
+    slot: ModelSlot[Any]
+
     def __init__(self, slot: ModelSlot[Any]) -> None:
-        self._slot = slot
-
-    @property
-    def slot(self) -> ModelSlot[Any]:
-        """The draft model, with its pool and attention."""
-        return self._slot
-
-    @property
-    def model(self) -> Any:
-        """The draft model."""
-        return self._slot.model
-
-    @property
-    def feature_size(self) -> int:
-        """F, the width of the features that the draft mixes."""
-        size: int = self.model.feature_size
-        return size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The draft's."""
-        dtype: torch.dtype = self.model.layers[0].dtype
-        return dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """Vd, the width of the draft's logits."""
-        size: int = self.model.vocab_size
-        return size
+        self.slot, self.model = slot, slot.model
+        self.feature_size, self.vocab_size = slot.model.feature_size, slot.model.vocab_size
+        self.dtype = slot.model.layers[0].dtype
 
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map draft token ids, int64 of any shape, to target token ids."""
@@ -329,7 +293,7 @@ class ModelProposer(Proposer):
 
     def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> Self:
         """Return the proposer with its model's slot changed, for longer contexts, say."""
-        return type(self)(change(self._slot))
+        return type(self)(change(self.slot))
 
 
 class BoundProposer(ABC):

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from specattn.batch import DraftState
 from specattn.errors import ModelError
-from specattn.speculative.draft import choose_tokens
-from specattn.speculative.eagle import EagleProposer
+from specattn.speculative.eagle import EagleProposer, started
 from specattn.speculative.model import DraftOutput, for_context
 
 if TYPE_CHECKING:
@@ -139,11 +137,7 @@ class StandaloneProposer(EagleProposer):
         out = self.model.forward(
             token_ids, chunk.last[:0], positions, chunk.bind(self.slot.backend, plan), rows
         )
-        # the token proposed here follows the bonus token
-        draws = chunk.sampling if chunk.config.draft_sampling else None
-        after = chunk.positions[chunk.last] + 1
-        chosen = choose_tokens(self.model, out.logits, chunk.config.proposals, draws, after)
-        return vars(DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs))
+        return started(self.model, out, chunk)
 
 
 def _with_bonus(chunk: PromptChunk) -> tuple[ExtendPlan, Tensor, Tensor, Tensor]:

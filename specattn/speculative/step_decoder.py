@@ -247,34 +247,9 @@ class StepDecoder(ReadOnly):
         """Return what capturing took, in the order of the captures."""
         return self.runner.reports()
 
-    def step(
-        self,
-        rows: Sequence[int],
-        *,
-        sampled: bool = False,
-        processed: bool = False,
-        seq_lens_cpu: Tensor | None = None,
-    ) -> list[list[int]]:
-        """Advance requests and wait: `step_async`, then `PendingStep.wait`.
-
-        Parameters
-        ----------
-        rows, sampled, processed, seq_lens_cpu
-            As in `step_async`.
-
-        Returns
-        -------
-        list of list of int
-            Each request's new tokens, bonus last, in the order of ``rows``.
-
-        Raises
-        ------
-        ValueError, CaptureMismatch, NotCapturedError, TreeError
-            As `step_async`.
-        """
-        return self.step_async(
-            rows, sampled=sampled, processed=processed, seq_lens_cpu=seq_lens_cpu
-        ).wait()
+    def step(self, rows: Sequence[int], **how: Any) -> list[list[int]]:
+        """Advance requests and wait: `step_async`, with its arguments, then `PendingStep.wait`."""
+        return self.step_async(rows, **how).wait()
 
     def step_async(
         self,
@@ -455,10 +430,7 @@ class StepDecoder(ReadOnly):
         """Check what graphs baked in and steps find; waits for the device."""
         for captured in ready:
             captured.compare()
-        slots = self.target.pool.num_slots
-        return taking_part(
-            rows, seq_lens_cpu, self.config, self.table, self.states, slots, sampled=sampled
-        )
+        return taking_part(self.setup, rows, seq_lens_cpu, sampled=sampled)
 
     def _check_tree(self, captured: Captured, found: TakingPart) -> None:
         """Check the tree of who takes part; waits for the device."""

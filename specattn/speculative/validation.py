@@ -16,14 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.batch import DraftTree
-    from specattn.cache.kv_pool import KVPool
-    from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
     from specattn.speculative.prefill import Prompt
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
     from specattn.speculative.sampling import SamplingBatch
-    from specattn.speculative.states import RequestStates, StateField
+    from specattn.speculative.states import StateField
     from specattn.speculative.step_setup import StepSetup
 
 
@@ -85,27 +83,20 @@ def check_setup(setup: StepSetup) -> None:
     options, config, proposer = setup.options, setup.config, setup.proposer
     if options.cudagraph == "full" and setup.plans_on_host:
         raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
-    target, *drafts = setup.slots
-    for slot in drafts:
+    for slot in setup.slots[1:]:
         slot.backend.check_indices(options.indices)
     if (most := proposer.draft_len(config)) > config.reserve_len:
         raise ValueError(
             f"reserve_len must be at least {most}, what the draft writes past a context, got "
             f"{config.reserve_len}: use config.reserving({most})"
         )
-    pools = [slot.pool for slot in (target, *drafts)]
-    check_tables(config, setup.table, setup.states, pools, proposer)
+    check_tables(setup)
     proposer.check(config)
 
 
-def check_tables(
-    config: SpecConfig,
-    table: RequestTable,
-    states: RequestStates,
-    pools: Sequence[KVPool],
-    proposer: Proposer,
-) -> None:
+def check_tables(setup: StepSetup) -> None:
     """Refuse tables, states and pools that lack rows or slots."""
+    config, table, states = setup.config, setup.table, setup.states
     if config.page_size != table.page_size:
         raise ValueError(
             f"page_size must be the table's, {table.page_size}, got {config.page_size}"
@@ -118,11 +109,11 @@ def check_tables(
     rows = len(table.req_to_token)
     expect("states.seq_lens", states.seq_lens, (rows,), torch.int32, table.req_to_token.device)
     if config.num_steps:
-        check_states(proposer.state_fields(config), states.drafting)
+        check_states(setup.proposer.state_fields(config), states.drafting)
     slots = table.num_pages * table.page_size
-    for pool in pools:
-        if pool.num_slots < slots:
-            raise ValueError(f"pools must have the table's {slots} slots, got {pool.num_slots}")
+    for slot in setup.slots:
+        if (found := slot.pool.num_slots) < slots:
+            raise ValueError(f"pools must have the table's {slots} slots, got {found}")
 
 
 def check_states(fields: Mapping[str, StateField], drafting: Mapping[str, Tensor]) -> None:
@@ -191,19 +182,13 @@ class TakingPart(NamedTuple):
 
 
 def taking_part(
-    rows: Sequence[int],
-    seq_lens_cpu: Tensor | None,
-    config: SpecConfig,
-    table: RequestTable,
-    states: RequestStates,
-    num_slots: int,
-    *,
-    sampled: bool,
+    setup: StepSetup, rows: Sequence[int], seq_lens_cpu: Tensor | None, *, sampled: bool
 ) -> TakingPart | None:
     """Check what a step will find on the device; waits for it.
 
     Returns the rows that do not sit the step out, or None if all of them do.
     """
+    config, table, states = setup.config, setup.table, setup.states
     where = torch.tensor(rows, dtype=torch.int64, device=table.req_to_token.device)
     lens = states.seq_lens[where]
     room = table.reserved[where].clamp(max=table.max_context_len)
@@ -212,6 +197,7 @@ def taking_part(
         return None
     mirror = lens.cpu() if seq_lens_cpu is None else seq_lens_cpu
     found = TakingPart(at, where[at], lens[at])
+    num_slots = setup.target.pool.num_slots
     check_contents(found, mirror[at.cpu()], config, table.req_to_token, num_slots)
     starts = found.seq_lens + states.position_offsets[found.rows].sum(1)
     limit = table.max_context_len - config.reserve_len
