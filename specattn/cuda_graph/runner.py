@@ -296,6 +296,9 @@ class GraphRunner(Generic[Key]):
         outer = torch.cuda.current_stream()
         with self._capturing():
             inner = torch.cuda.current_stream()
+            if inner == outer:
+                yield
+                return
             inner.wait_stream(outer)
             try:
                 yield
