@@ -59,8 +59,8 @@ class Decoders:
         self._setup, self._buckets, self._own = setup, buckets, own
         self.processors = self._alloc_processors() if processed else None
         self._made = {
-            config: self._make(StepDecoder, setup.proposer, config, buckets, sampled=sampled)
-            for config in configs
+            one: self._make(StepDecoder, setup.proposer, one, buckets=buckets, sampled=sampled)
+            for one in configs
         }
         # levels whose captures were tried while requests ran, by config
         self._tried: set[tuple[SpecConfig, Level]] = set()
@@ -75,34 +75,19 @@ class Decoders:
                 raise ValueError(f"config must be one of the engine's configs, got {config}")
             sampled, processors = any(one.sampled for one in self), self.processors
             # the largest bucket holds whatever batch the others hold
-            buckets = [max(self._buckets)]
-            found = self._make(_LateDecoder, None, config, buckets, sampled=sampled)
+            levels = {"sampled": sampled, "buckets": [max(self._buckets)]}
+            found = self._make(_LateDecoder, None, config, **levels)
             self._made[config] = found
             tried = Level.each(sampled=sampled, processed=processors is not None)
             self._tried.update((config, level) for level in tried)
         return found
 
     def _make(
-        self,
-        kind: type[StepDecoder],
-        draft: Proposer | None,
-        config: SpecConfig,
-        buckets: Sequence[int],
-        *,
-        sampled: bool,
+        self, kind: type[StepDecoder], draft: Proposer | None, config: SpecConfig, **levels: Any
     ) -> StepDecoder:
         setup = self._setup
-        return kind(
-            setup.target,
-            draft,
-            config,
-            setup.table,
-            setup.states,
-            buckets=buckets,
-            sampled=sampled,
-            processors=self.processors,
-            **vars(setup.options),
-        )
+        options = vars(setup.options) | {"processors": self.processors} | levels
+        return kind(setup.target, draft, config, setup.table, setup.states, **options)
 
     def __iter__(self) -> Iterator[StepDecoder]:
         """Iterate over the configs' decoders, then any that `of` has made."""
