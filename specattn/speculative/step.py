@@ -22,7 +22,7 @@ from specattn.speculative.level import Level
 from specattn.speculative.processing import Processing
 from specattn.speculative.proposer import StepViews
 from specattn.speculative.sampling import SamplingBatch
-from specattn.speculative.step_buffers import StepBuffers, StepDims
+from specattn.speculative.step_buffers import StepBuffers
 from specattn.speculative.validation import check_features, check_logits
 from specattn.speculative.verify import over_target_vocabulary
 
@@ -123,8 +123,7 @@ class Step:
         self.target, self.proposer, self.config = setup.target, setup.proposer, setup.config
         self.table, self.states = setup.table, setup.states
         if "buffers" not in arena:
-            dims = StepDims.of(self.config, self.proposer, self.states)
-            arena["buffers"] = StepBuffers.alloc(len(packed), dims, setup.device)
+            arena["buffers"] = StepBuffers.alloc(len(packed), setup, setup.device)
         self.buffers: StepBuffers = arena["buffers"].bind(len(packed))
         views = self.config, self.table, self.states, self.buffers, setup.options.indices, arena
         self.bound = self.proposer.bind(StepViews(*views))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,52 +13,31 @@ from specattn.buffers import BufferSet, buf
 from specattn.plan import causal_words, mask_words
 
 if TYPE_CHECKING:
-    from specattn.config import SpecConfig
-    from specattn.speculative.proposer import Proposer
-    from specattn.speculative.states import RequestStates
+    from specattn.speculative.step_setup import StepSetup
 
 
-@dataclass(frozen=True)
-class StepDims:
-    """The dimensions of `StepBuffers`.
-
-    ``vocab`` is the width of what tokens are drawn from, 0 where none are; ``features`` and
-    ``dtype`` are those of the target features that the proposer reads, ``num_positions`` the
-    positions that it reads; ``offsets`` is 1 where requests may have offsets of their positions.
-    """
-
-    config: SpecConfig
-    vocab: int = 0
-    features: int = 0
-    dtype: torch.dtype = torch.float32
-    num_positions: int = 0
-    offsets: int = 0
-
-    @classmethod
-    def of(cls, config: SpecConfig, proposer: Proposer, states: RequestStates) -> Self:
-        """Return the dimensions of a step with a proposer."""
-        offsets = states.position_offsets.shape[1]
-        draws = config.draft_sampling and config.num_steps > 0
-        vocab = proposer.vocab_size if draws else 0
-        num_positions = proposer.num_positions(config)
-        return cls(config, vocab, proposer.feature_size, proposer.dtype, num_positions, offsets)
+def _no_node(setup: StepSetup) -> Tensor:
+    return torch.full((setup.config.num_draft_tokens,), -1)
 
 
-def _no_node(dims: StepDims) -> Tensor:
-    return torch.full((dims.config.num_draft_tokens,), -1)
+def _tree_words(setup: StepSetup) -> Tensor:
+    mode = ForwardMode.TARGET_VERIFY if setup.config.num_steps else ForwardMode.DECODE
+    return causal_words(setup.config.layout(mode))
 
 
-def _tree_words(dims: StepDims) -> Tensor:
-    mode = ForwardMode.TARGET_VERIFY if dims.config.num_steps else ForwardMode.DECODE
-    return causal_words(dims.config.layout(mode))
+def _drawn_from(setup: StepSetup) -> tuple[int, int]:
+    config = setup.config
+    draws = config.draft_sampling and config.num_steps
+    return (config.num_steps, setup.proposer.vocab_size) if draws else (0, 0)
 
 
 @dataclass(frozen=True)
 class StepBuffers(BufferSet):
     """The tensors that a step's phases share, a row per request.
 
-    Shapes: n nodes, N draft steps, K branches, W ancestor words. The first kernel of a step writes
-    the first group from the `RequestStates`; every later group is written by one phase.
+    A `StepSetup` sizes them. Shapes: n nodes, N draft steps, K branches, W ancestor words. The
+    first kernel of a step writes the first group from the `RequestStates`; every later group is
+    written by one phase.
 
     Parameters
     ----------
@@ -86,13 +65,15 @@ class StepBuffers(BufferSet):
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
     seq_lens: Tensor = buf(lambda _: (), torch.int32)
     window: Tensor = buf(lambda d: (d.config.reserve_len,), torch.int32)
-    positions: Tensor = buf(lambda d: (max(d.config.num_steps + 1, d.num_positions),), torch.int64)
+    positions: Tensor = buf(
+        lambda d: (max(d.config.num_steps + 1, d.proposer.num_positions(d.config)),), torch.int64
+    )
     roots: Tensor = buf(lambda _: (), torch.int64)
     temperature: Tensor = buf(lambda _: (), torch.float32)
     top_k: Tensor = buf(lambda _: (), torch.int32)
     top_p: Tensor = buf(lambda _: (), torch.float32, lambda _: torch.ones(()))
     seeds: Tensor = buf(lambda _: (), torch.int64)
-    position_offsets: Tensor = buf(lambda d: (d.offsets,), torch.int64)
+    position_offsets: Tensor = buf(lambda d: (d.states.position_offsets.shape[1],), torch.int64)
 
     tokens: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64)
     tree_positions: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64)
@@ -103,16 +84,16 @@ class StepBuffers(BufferSet):
     )
     next_token: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64, _no_node)
     next_sibling: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64, _no_node)
-    tree_probs: Tensor = buf(
-        lambda d: (d.config.num_steps, d.vocab) if d.vocab else (0, 0), torch.float32
-    )
+    tree_probs: Tensor = buf(_drawn_from, torch.float32)
 
     accept_index: Tensor = buf(lambda d: (d.config.num_steps + 1,), torch.int32)
     accept_tokens: Tensor = buf(lambda d: (d.config.num_steps + 1,), torch.int64)
     accept_lens: Tensor = buf(lambda _: (), torch.int32)
     bonus_tokens: Tensor = buf(lambda _: (), torch.int64)
 
-    features: Tensor = buf(lambda d: (d.config.num_steps + 1, d.features), lambda d: d.dtype)
+    features: Tensor = buf(
+        lambda d: (d.config.num_steps + 1, d.proposer.feature_size), lambda d: d.proposer.dtype
+    )
     last_rows: Tensor = buf(lambda _: (), torch.int64)
     after: Tensor = buf(lambda _: (), torch.int64)
 
