@@ -116,3 +116,12 @@ def test_surroundings_that_fail_at_the_end_are_a_capture_that_fails(monkeypatch)
         decoder.capture(sampled=True)
     sampled = decoder.modes[-1]
     assert not decoder.runner.captured(sampled)
+
+
+def test_an_engine_hands_all_options_of_steps_down():
+    around = Surroundings()
+    run = engine((3, 4, 9), capturing=around, indices="csr")
+    assert len(around.left) == sum(map(len, run.graphs().values()))
+    assert all(decoder.options.indices == "csr" for decoder in run.decoders)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'capture'"):
+        engine((3, 4, 9), capture=around)
