@@ -277,8 +277,8 @@ def first_tokens(
         processing = LogitsProcessing(processors, logprobs, bitmask)
     nodes = processing.process(tree, raw, rows)
     accepted = accept(tree, nodes, lens.to(torch.int32), plain, sampling)
-    first = rows.new_zeros(1)
-    processing.score(accepted, raw, nodes, sampling=sampling, rows=rows, entry=first)
+    # there is one entry, 0
+    processing.score(accepted, raw, nodes, sampling=lambda: sampling, rows=rows, entry=root[0])
     processing.note(rows, accepted)
     return accepted.bonus_tokens
 

@@ -12,6 +12,8 @@ from specattn.kernels.logprobs import path_logprobs
 from specattn.kernels.sampling import target_probs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from specattn.batch import AcceptResult, DraftTree
     from specattn.buffers import BufferSet, Fingerprint
     from specattn.speculative.logprobs import LogprobBuffers
@@ -57,7 +59,7 @@ class Processing:
         logits: Tensor,
         processed: Tensor,
         *,
-        sampling: SamplingBatch,
+        sampling: Callable[[], SamplingBatch],
         rows: Tensor,
         entry: Tensor,
     ) -> None:
@@ -69,8 +71,8 @@ class Processing:
             The tokens, and what they were drawn from.
         logits, processed : Tensor
             ``[B, n, V]``: the target's, and processed ones.
-        sampling : SamplingBatch
-            How the requests draw.
+        sampling : callable
+            Gives how the requests draw, if that is needed.
         rows : Tensor
             ``[B]`` int64, their rows of the table.
         entry : Tensor
@@ -128,15 +130,16 @@ class LogitsProcessing(Processing):
         logits: Tensor,
         processed: Tensor,
         *,
-        sampling: SamplingBatch,
+        sampling: Callable[[], SamplingBatch],
         rows: Tensor,
         entry: Tensor,
     ) -> None:
         """Write the log-probabilities of accepted tokens; capturable."""
         if accepted.probs is None:
             nodes = processed.flatten(0, 1)
-            drawing = sampling.temperature, sampling.top_k, sampling.top_p
-            probs = target_probs(nodes, *drawing, processed.shape[1], sampling.min_p)
+            by = sampling()
+            drawing = by.temperature, by.top_k, by.top_p, processed.shape[1], by.min_p
+            probs = target_probs(nodes, *drawing)
             accepted = replace(accepted, probs=probs.view(processed.shape))
         path_logprobs(
             logits,

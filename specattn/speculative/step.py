@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specattn.backends.base import by_lengths_alone, fill_all
@@ -315,7 +316,7 @@ class Step:
             accepted,
             logits,
             processed,
-            sampling=self._sampling(sampled=True),
+            sampling=partial(self._sampling, sampled=True),
             rows=self.buffers.req_pool_indices,
             entry=self.host.entry,
         )
