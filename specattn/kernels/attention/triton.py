@@ -42,8 +42,12 @@ class TreeKernels:
     What changes from layer to layer is read from the bucket that a call is given.
     """
 
-    tables: Any
+    tables: TreePlan
     merge_tile: MergeTile
+    # of deterministic attention: tiles of a partial result, and the paths of query tokens
+    partial_tiles = 0
+    extra = 0
+    paths: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     def __init__(self, bucket: TreeAttention, tile: TileConfig | None) -> None:
         self.grid = grid = Grid.of(bucket, tile or self.choose_tile(bucket))
@@ -57,6 +61,8 @@ class TreeKernels:
             csr=bucket.csr,
             device=bucket.device,
             min_tiles=grid.tile.min_tiles,
+            partial_tiles=self.partial_tiles,
+            extra=self.extra,
         )
         # programmatic dependent launch: the next kernel's CTAs start while this one drains
         self.launch_options = launch_options(bucket.device)
@@ -99,7 +105,7 @@ class TreeKernels:
     def run(self, bucket: TreeAttention, operands: Operands) -> None:
         """Attend and merge."""
         self.attend(bucket, operands)
-        if self.grid.splits > 1:
+        if self.grid.splits > 1 or self.partial_tiles:
             self.merge(bucket, operands.out, operands.lse)
 
     def attend(self, bucket: TreeAttention, operands: Operands) -> None:
@@ -121,6 +127,7 @@ class TreeKernels:
             self.tables.splits,
             *bucket.workspace,
             bucket.sinks,
+            *self.paths,
             *bucket.factors,
             bucket.v_scale if bucket.kv_dtype == FLOAT8 else None,
             *row_strides(q),
@@ -136,25 +143,30 @@ class TreeKernels:
             MT=grid.m_tiles,
             STAGES=tile.stages,
             SHORT=tile.short,
+            PARTIAL_TILES=self.partial_tiles,
+            EXTRA=self.extra,
+            TOKENS=next_power_of_2((tile.block_m - 2) // bucket.group + 2),
+            WIDTH=0 if self.paths[0] is None else self.paths[0].shape[1],
             **tile_options(tile),
             **self.launch_options,
         )
 
     def merge(self, bucket: TreeAttention, out: Tensor, lse: Tensor | None) -> None:
         """Launch the merge of the requests that were cut."""
-        grid, merge = self.grid, self.merge_tile
-        width = padded(bucket.v_head_dim)
+        grid, merge, in_order = self.grid, self.merge_tile, self.partial_tiles > 0
+        rows, width = bucket.q_len * bucket.group, padded(bucket.v_head_dim)
         span = min(merge.span or width, width)
         blocks = (
             bucket.num_kv_heads * width // span,
-            cdiv(bucket.q_len * bucket.group, merge.rows),
-            min(grid.splits, bucket.batch),
+            cdiv(rows, merge.rows),
+            bucket.batch if in_order else min(grid.splits, bucket.batch),
         )
         merge_kernel[blocks](
             self.tables.merges,
             *bucket.workspace,
             out,
             lse,
+            bucket.sinks if in_order else None,
             *row_strides(out),
             *row_strides(lse),
             Q_LEN=bucket.q_len,
@@ -162,12 +174,14 @@ class TreeKernels:
             NUM_KV=bucket.num_kv_heads,
             V_DIM=bucket.v_head_dim,
             V_PAD=width,
-            BM=grid.tile.block_m,
-            MT=grid.m_tiles,
+            # results in order have no rows of padding
+            BM=rows if in_order else grid.tile.block_m,
+            MT=1 if in_order else grid.m_tiles,
             SPAN=span,
             ROWS=merge.rows,
-            PARTIALS=min(merge.partials, grid.splits),
+            PARTIALS=merge.partials if in_order else min(merge.partials, grid.splits),
             MANY=merge.many,
+            IN_ORDER=in_order,
             num_warps=4,
             **self.launch_options,
         )

@@ -65,7 +65,7 @@ def _extend_tiles(
             if WINDOW >= 0:
                 visible = visible & (distance <= WINDOW)
         elif DETERMINISTIC and HAS_CAP:
-            # all are visible; see `triton_deterministic._shared_tiles`
+            # all are visible; see `tree_attention_kernel`
             visible = (start + r < end)[None, :]
         acc, top, total = attend_tile(
             q,

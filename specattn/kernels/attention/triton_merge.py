@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention.triton_tile import EMPTY, LN2
+from specattn.kernels.attention.triton_tile import EMPTY, LN2, LOG2E
 
 
 @triton.jit
@@ -24,8 +24,13 @@ def _weigh(
     WHOLE: tl.constexpr,
     PARTIALS: tl.constexpr,
     ALL: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):
-    """Add ``PARTIALS`` partials, from partial ``first`` on; with ``ALL``, none is absent."""
+    """Add ``PARTIALS`` partials, from partial ``first`` on; with ``ALL``, none is absent.
+
+    ``IN_ORDER`` adds one after the other, so that the sum does not depend on where in a row they
+    begin. Its fused operations are spelled out: every variant of the kernel rounds alike.
+    """
     logs = ()
     outs = ()
     # all loads first; absent partials repeat the last one and get weight 0, since predicated loads
@@ -46,6 +51,16 @@ def _weigh(
         logs = logs + (log,)  # type: ignore[assignment]  # noqa: RUF005
         outs = outs + (values,)  # type: ignore[assignment]  # noqa: RUF005
     new_top = top
+    if IN_ORDER:
+        for p in tl.static_range(PARTIALS):
+            log = tl.where(first + p < partials, logs[p], EMPTY)
+            new_top = tl.maximum(top, log)
+            fade = tl.exp2(top - new_top)
+            weight = tl.exp2(log - new_top)
+            total = tl.fma(total, fade, weight)
+            top = new_top
+            acc = tl.fma(outs[p].to(tl.float32), weight[:, None], acc * fade[:, None])
+        return top, total, acc
     for p in tl.static_range(PARTIALS):
         new_top = tl.maximum(new_top, logs[p])
     fade = tl.exp2(top - new_top)
@@ -67,6 +82,7 @@ def merge_kernel(
     partial_lse,  # [slots, NUM_KV, MT, BM] float32, base 2
     out,  # [B * Q_LEN, Hq, V_DIM], out
     lse,  # [B * Q_LEN, Hq] float32, out, or None
+    sinks,  # [Hq] natural logits that are in no partial, or None
     stride_out,
     stride_out_head,
     stride_lse,
@@ -82,6 +98,7 @@ def merge_kernel(
     ROWS: tl.constexpr,
     PARTIALS: tl.constexpr,
     MANY: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Weigh the partials of ``ROWS`` rows and ``SPAN`` columns by their log-sum-exp.
@@ -104,7 +121,11 @@ def merge_kernel(
         # whoever comes next waits for this kernel's end; until then it may fetch what is its own
         gdc_launch_dependents()
         gdc_wait()
-    if nth < count:
+    live = nth < count
+    if IN_ORDER and sinks is None:
+        # a sole result is there already
+        live = live & (partials > 1)
+    if live:
         dv = first_column + tl.arange(0, SPAN)  # [SPAN]
         column_ok = (dv < V_DIM)[None, :]
         packed = first_row + tl.arange(0, ROWS)  # [ROWS]
@@ -135,6 +156,7 @@ def merge_kernel(
                     WHOLE,
                     MANY,
                     True,
+                    IN_ORDER,
                 )
         for p0 in tl.range(begin, partials, PARTIALS):
             top, total, acc = _weigh(
@@ -151,11 +173,23 @@ def merge_kernel(
                 WHOLE,
                 PARTIALS,
                 False,
+                IN_ORDER,
             )
 
         ok = packed < Q_LEN * GROUP
         q_row = (req * Q_LEN + packed // GROUP).to(tl.int64)
         q_head = head * GROUP + packed % GROUP
+        if sinks is not None:
+            # last: which partial is a row's first depends on the windows of its neighbours
+            log = tl.load(sinks + q_head).to(tl.float32) * LOG2E
+            new_top = tl.maximum(top, log)
+            fade = tl.exp2(top - new_top)
+            # not of a difference: a compiler may leave its product unrounded, and the maximum is
+            # rounded
+            weight = tl.where(log >= top, 1.0, tl.exp2(log - new_top))
+            total = tl.fma(total, fade, weight)
+            acc = acc * fade[:, None]
+            top = new_top
         ptr = out + (q_row * stride_out + q_head * stride_out_head)[:, None] + dv[None, :]
         # rows without any key: their partials are all 0, and so is the result
         tl.store(ptr, (acc / total[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & column_ok)

@@ -37,8 +37,9 @@ def request_tiles(
     window,
     shift,
     csr,
+    extra,
 ):
-    """Return requests' prefix, start in the index table, first key tile, tiles."""
+    """Return requests' prefix, start in the index table, first key tile, tiles and ``extra``."""
     if csr:
         begin = tl.load(seq_lens + ids, mask=ok, other=0)
         prefix = tl.load(seq_lens + ids + 1, mask=ok, other=0) - begin
@@ -53,7 +54,7 @@ def request_tiles(
     if window >= 0:
         first = tl.maximum(newest - window, 0) >> shift
     # at least one tile: a request without keys has an output to write, too
-    tiles = tl.maximum(((prefix + tail - 1) >> shift) + 1 - first, 1)
+    tiles = tl.maximum(((prefix + tail - 1) >> shift) + 1 - first, 1) + extra
     return prefix, base, first, tl.where(ok, tiles, 0)
 
 
@@ -97,7 +98,11 @@ def _plan_kernel(
     SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     CSR: tl.constexpr,
-    # for all plans: the largest B, in whole blocks if in several; products in 64 bits
+    PARTIAL_TILES: tl.constexpr,
+    EXTRA: tl.constexpr,
+    # for all plans: whether they have partial tiles; the largest B, in whole blocks if in several;
+    # products in 64 bits
+    FIXED: tl.constexpr,
     B_BLOCK: tl.constexpr,
     B_MOST: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
@@ -117,6 +122,8 @@ def _plan_kernel(
     most = _pick(SPLITS, nth)
     min_tiles = _pick(MIN_TILES, nth)
     csr = _pick(CSR, nth)
+    partial_tiles = _pick(PARTIAL_TILES, nth)
+    extra = _pick(EXTRA, nth)
 
     big: tl.constexpr = tl.int64 if WIDE else tl.int32
     lane = tl.arange(0, B_BLOCK)  # [B_BLOCK]
@@ -125,7 +132,7 @@ def _plan_kernel(
     for start in tl.range(0, B_MOST, B_BLOCK):
         ids = start + lane
         _, _, _, tiles = request_tiles(
-            seq_lens, rows, row_stride, ids, ids < batch, tail, window, shift, csr
+            seq_lens, rows, row_stride, ids, ids < batch, tail, window, shift, csr, extra
         )
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
@@ -137,13 +144,14 @@ def _plan_kernel(
 
     tiles_before = 0
     merges_before = 0
+    slots_before = 0
     # requests that end before split c begins, but not before split c - 1 does
     ended = tl.zeros([SPLITS_BLOCK], tl.int32)
     for start in tl.range(0, B_MOST, B_BLOCK):
         ids = start + lane
         ok = ids < batch
         prefix, base, first, tiles = request_tiles(
-            seq_lens, rows, row_stride, ids, ok, tail, window, shift, csr
+            seq_lens, rows, row_stride, ids, ok, tail, window, shift, csr, extra
         )
         end = tiles_before + tl.cumsum(tiles, 0)
         # split c holds the tiles from ceil(c * total / num_splits) on: a request's last one, whose
@@ -156,16 +164,28 @@ def _plan_kernel(
         if B_MOST > 1:
             begins = next_split.to(tl.int32)
             ended += tl.histogram(begins, SPLITS_BLOCK, mask=ok & (begins < num_splits))
+        if FIXED:
+            # what lies between two multiples, wherever the splits are; all of it is merged
+            cut = ok.to(tl.int32)
+            merge_rank = ids
+            partials = (first + tiles - extra - 1) // partial_tiles - first // partial_tiles + 1
+            partials = tl.where(ok, partials, 0)
+            first_slot = slots_before + tl.cumsum(partials, 0) - partials
+            slots_before += tl.sum(partials, 0)
         entry = requests + ids * 8
         tl.store(entry + 0, base, mask=ok)
         tl.store(entry + 1, prefix.to(tl.int64), mask=ok)
         tl.store(entry + 2, first.to(tl.int64), mask=ok)
         tl.store(entry + 3, partials.to(tl.int64), mask=ok)
-        tl.store(entry + 4, merge_rank.to(tl.int64), mask=ok)
+        tl.store(entry + 4, (first_slot if FIXED else merge_rank).to(tl.int64), mask=ok)
         tl.store(entry + 5, (end - tiles).to(tl.int64), mask=ok)
         entry = merges + (1 + merge_rank) * 4
         tl.store(entry + 0, ids, mask=cut != 0)
-        tl.store(entry + 1, first_split.to(tl.int32) + merge_rank, mask=cut != 0)
+        tl.store(
+            entry + 1,
+            first_slot if FIXED else first_split.to(tl.int32) + merge_rank,
+            mask=cut != 0,
+        )
         tl.store(entry + 2, partials.to(tl.int32), mask=cut != 0)
         tiles_before += tl.sum(tiles, 0)
         merges_before += tl.sum(cut, 0)
@@ -181,6 +201,14 @@ def _plan_kernel(
     low = tl.cumsum(ended, 0) if B_MOST > 1 else ended
     owner = requests + low * 8
     before = tl.load(owner + 5, mask=ok, other=0).to(tl.int32)
+    if FIXED:
+        # down to where a partial begins; the last one ends with its request
+        first = tl.load(owner + 2, mask=ok, other=0).to(tl.int32)
+        last = first // partial_tiles + tl.load(owner + 3, mask=ok, other=1).to(tl.int32) - 1
+        part = tl.minimum((first + begin - before) // partial_tiles, last)
+        begin = before + tl.maximum(part * partial_tiles - first, 0)
+        stop = tl.gather(begin, tl.minimum(c + 1, SPLITS_BLOCK - 1), 0)
+        stop = tl.where(c + 1 < num_splits, stop, total)
     entry = splits + c * 8
     inside = c < most
     tl.store(entry + 0, tl.where(ok, stop - begin, 0).to(tl.int64), mask=inside)
@@ -199,7 +227,8 @@ class TreePlan:
     ----------
     requests : Tensor
         ``[batch, 8]`` int64: start in the index table, prefix length, first tile (above 0 under
-        a window), partial results, merged requests before it, tiles of the requests before it.
+        a window), partial results, merged requests before it (or, with partial tiles, the slot of
+        its first partial result), tiles of the requests before it.
     splits : Tensor
         ``[max_splits, 8]`` int64: tiles, first tile counted from the request's first, request,
         and the request's first five numbers.
@@ -219,12 +248,16 @@ class TreePlan:
         csr: bool,
         device: torch.device,
         min_tiles: int = 1,
+        partial_tiles: int = 0,
+        extra: int = 0,
     ) -> None:
         self.requests = torch.zeros(batch, 8, dtype=torch.int64, device=device)
         self.splits = torch.zeros(max_splits, 8, dtype=torch.int64, device=device)
-        self.merges = torch.zeros(1 + max_splits, 4, dtype=torch.int32, device=device)
+        merges = 1 + (batch if partial_tiles else max_splits)
+        self.merges = torch.zeros(merges, 4, dtype=torch.int32, device=device)
         self.tail_len, self.window_left, self.block_n = tail_len, window_left, block_n
         self.csr, self.min_tiles = csr, min_tiles
+        self.partial_tiles, self.extra = partial_tiles, extra
 
 
 class PlanRequest(NamedTuple):
@@ -251,7 +284,7 @@ class PlanRequest(NamedTuple):
     def wide(self) -> bool:
         """Whether (tiles of all requests) * splits can pass 2^31."""
         plan = self.plan
-        tiles = triton.cdiv(self.row_stride + plan.tail_len, plan.block_n) + 1
+        tiles = triton.cdiv(self.row_stride + plan.tail_len, plan.block_n) + 1 + plan.extra
         return plan.csr or len(plan.requests) * tiles * len(plan.splits) >= 2**31
 
 
@@ -261,8 +294,10 @@ def fill_plans(requests: Sequence[PlanRequest]) -> None:
     The tables are the same, bit for bit, whatever else is in the launch.
     """
     distinct = list({id(request.plan): request for request in requests}.values())
-    for start in range(0, len(distinct), MOST_PLANS):
-        _launch(distinct[start : start + MOST_PLANS])
+    for fixed in (False, True):
+        alike = [request for request in distinct if (request.plan.partial_tiles > 0) == fixed]
+        for start in range(0, len(alike), MOST_PLANS):
+            _launch(alike[start : start + MOST_PLANS])
 
 
 def _launch(requests: list[PlanRequest]) -> None:
@@ -285,6 +320,9 @@ def _launch(requests: list[PlanRequest]) -> None:
         SPLITS=_numbers(max_splits),
         MIN_TILES=_numbers([p.min_tiles for p in plans]),
         CSR=_numbers([p.csr for p in plans]),
+        PARTIAL_TILES=_numbers([p.partial_tiles for p in plans]),
+        EXTRA=_numbers([p.extra for p in plans]),
+        FIXED=plans[0].partial_tiles > 0,
         B_BLOCK=block,
         B_MOST=most if most <= block else triton.cdiv(most, block) * block,
         SPLITS_BLOCK=max(triton.next_power_of_2(max(max_splits)), 16),

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specattn.kernels.attention.triton_paths import own_tiles
 from specattn.kernels.attention.triton_tile import (
     EMPTY,
     FLOOR,
@@ -213,6 +214,8 @@ def tree_attention_kernel(
     partial_out,  # [partials, NUM_KV, MT, BM, V_DIM], out
     partial_lse,  # [partials, NUM_KV, MT, BM] float32, out, base 2
     sinks,  # [Hq] natural logits, or None
+    paths,  # [B * Q_LEN, WIDTH] int32, with PARTIAL_TILES, or None
+    path_lens,  # [B * Q_LEN] int32, or None
     base2,
     cap_in,
     cap_out,
@@ -249,9 +252,25 @@ def tree_attention_kernel(
     MT: tl.constexpr,
     STAGES: tl.constexpr,
     SHORT: tl.constexpr,
+    PARTIAL_TILES: tl.constexpr,
+    EXTRA: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Walk a split's segments: one CTA per (split, M tile, KV head)."""
+    """Walk a split's segments: one CTA per (split, M tile, KV head).
+
+    With ``PARTIAL_TILES`` a segment ends where that many tiles of the request do, counted from
+    position 0. Of what follows the last full tile of the prefix, every query token then reads its
+    own path, of which a tile's ``TOKENS`` take turns. All of a row's sums are then functions of its
+    own keys, in the order of their positions: a key that it does not see has weight 0 and leaves
+    its running maximum alone, so it changes no bit.
+    """
+    # tail keys whose words are read
+    MASKED_TAIL: tl.constexpr = 0 if PARTIAL_TILES else TAIL
+    # whether full tiles and paths are all there is. Beside a cap there are masks: they keep the
+    # compiler from fusing its product into what follows, as it cannot in a path
+    BARE: tl.constexpr = PARTIAL_TILES > 0 and WINDOW < 0 and not HAS_CAP
     pid = tl.program_id(0)
     head = pid % NUM_KV
     m_tile = pid // NUM_KV % MT
@@ -275,6 +294,9 @@ def tree_attention_kernel(
         kv_len = prefix_len + TAIL
         tiles = tl.maximum((kv_len + BN - 1) // BN - first_tile, 1)
         stop = tl.minimum(tiles, tile + left)
+        if PARTIAL_TILES:
+            nth = (first_tile + tile) // PARTIAL_TILES
+            stop = tl.minimum(tiles, (nth + 1) * PARTIAL_TILES - first_tile)
         begin = (first_tile + tile) * BN
         end = tl.minimum(kv_len, (first_tile + stop) * BN)
         index_row = indices + base
@@ -283,6 +305,9 @@ def tree_attention_kernel(
         if WINDOW < 0:
             full_end = tl.maximum(tl.minimum(end, prefix_len) // BN * BN, begin)
             full_end = tl.where(full_end - begin <= SHORT * BN, begin, full_end)
+        if PARTIAL_TILES:
+            end = tl.maximum(tl.minimum(end, prefix_len) // BN * BN, begin)
+            full_end = end if BARE else begin
 
         q_row = (req * Q_LEN + token).to(tl.int64)  # [BM]
         q_rows = q + q_row * stride_q + q_head * stride_q_head
@@ -290,7 +315,7 @@ def tree_attention_kernel(
         tail_row = tail_slots
         tail_pos_row = tail_positions
         word_row = tail_words
-        if TAIL > 0:
+        if MASKED_TAIL > 0:
             tail_row += req.to(tl.int64) * stride_tail
             word_row += req.to(tl.int64) * stride_words + token * stride_words_q  # [BM]
         pos_q = None
@@ -302,7 +327,7 @@ def tree_attention_kernel(
                 # rows past the last repeat it
                 pos_row = positions + req.to(tl.int64) * stride_pos
                 pos_q = tl.load(pos_row + tl.minimum(token, Q_LEN - 1)).to(tl.int32)
-            if TAIL > 0:
+            if MASKED_TAIL > 0:
                 # the low halves are enough of a position
                 tail_pos_row += req.to(tl.int64) * stride_tail_pos
                 tail_pos_row = tail_pos_row.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -315,7 +340,7 @@ def tree_attention_kernel(
         word0 = None
         word1 = None
         word2 = None
-        if TAIL > 0:
+        if MASKED_TAIL > 0:
             raw_tail = _load_tail(tail_row, full_end + r, prefix_len, TAIL, 1)
             word0 = load_word(word_row, row_ok, full_end - prefix_len, 0, WORDS)
             word1 = load_word(word_row, row_ok, full_end - prefix_len, 1, WORDS)
@@ -325,7 +350,7 @@ def tree_attention_kernel(
                 raw_pos = _load_tail(tail_pos_row, full_end + r, prefix_len, TAIL, 2)
         top = tl.full([BM], FLOOR, tl.float32)
         total = tl.zeros([BM], tl.float32)
-        if sinks is not None:
+        if sinks is not None and not PARTIAL_TILES:
             top, total = start_from_sinks(sinks + q_head, tile == 0, base2, HAS_CAP)
         acc = tl.zeros([BM, V_PAD], tl.float32)
         if WINDOW < 0:
@@ -353,47 +378,87 @@ def tree_attention_kernel(
                     V_PAD,
                     HAS_CAP,
                 )
-        acc, top, total = _masked_tiles(
-            q_tile,
-            acc,
-            top,
-            total,
-            full_end,
-            end,
-            raw_index,
-            raw_tail,
-            raw_pos,
-            word0,
-            word1,
-            word2,
-            index_row,
-            tail_row,
-            tail_pos_row,
-            word_row,
-            pos_q,
-            row_ok,
-            first_key,
-            prefix_len,
-            k_head,
-            v_head,
-            base2,
-            cap_in,
-            cap_out,
-            K_SLOT,
-            V_SLOT,
-            HEAD_DIM,
-            V_DIM,
-            D_PAD,
-            V_PAD,
-            HAS_CAP,
-            TAIL,
-            WORDS,
-            WINDOW,
-            BN,
-            STAGES,
-        )
+        if not BARE:
+            acc, top, total = _masked_tiles(
+                q_tile,
+                acc,
+                top,
+                total,
+                full_end,
+                end,
+                raw_index,
+                raw_tail,
+                raw_pos,
+                word0,
+                word1,
+                word2,
+                index_row,
+                tail_row,
+                tail_pos_row,
+                word_row,
+                pos_q,
+                row_ok,
+                first_key,
+                prefix_len,
+                k_head,
+                v_head,
+                base2,
+                cap_in,
+                cap_out,
+                K_SLOT,
+                V_SLOT,
+                HEAD_DIM,
+                V_DIM,
+                D_PAD,
+                V_PAD,
+                HAS_CAP,
+                MASKED_TAIL,
+                WORDS,
+                WINDOW,
+                BN,
+                STAGES,
+            )
+        if PARTIAL_TILES:
+            # the tokens whose rows are in this M tile
+            first_token = m_tile * BM // GROUP
+            tokens = tl.minimum((m_tile * BM + BM - 1) // GROUP, Q_LEN - 1) - first_token + 1
+            near = tl.arange(0, TOKENS)  # [TOKENS]
+            query = req.to(tl.int64) * Q_LEN + first_token
+            longest = tl.max(tl.load(path_lens + query + near, mask=near < tokens, other=0), 0)
+            own = prefix_len // BN
+            own_begin = tl.maximum(first_tile + tile, own)
+            own_stop = tl.minimum(first_tile + stop, own + (longest + BN - 1) // BN)
+            acc, top, total = own_tiles(
+                q_tile,
+                acc,
+                top,
+                total,
+                paths + query * WIDTH + (own_begin - own) * BN,
+                tl.maximum(own_stop - own_begin, 0),
+                tokens,
+                token - first_token,
+                k_head,
+                v_head,
+                base2,
+                cap_in,
+                cap_out,
+                K_SLOT,
+                V_SLOT,
+                HEAD_DIM,
+                V_DIM,
+                D_PAD,
+                V_PAD,
+                HAS_CAP,
+                WIDTH,
+                BN,
+                STAGES,
+            )
         log2_sum = (top if HAS_CAP else top * base2) + tl.log2(tl.where(total > 0.0, total, 1.0))
-        if partials == 1:
+        whole = partials == 1
+        if PARTIAL_TILES and sinks is not None:
+            # the merge adds them, after all keys
+            whole = False
+        if whole:
             store_rows(
                 out + q_row * stride_out + q_head * stride_out_head,
                 acc,
@@ -410,12 +475,25 @@ def tree_attention_kernel(
                     mask=row_ok,
                 )
         else:
-            at = ((split + merge_rank) * NUM_KV + head) * MT + m_tile
-            at = at.to(tl.int64) * BM + tl.arange(0, BM)  # [BM]
+            if PARTIAL_TILES:
+                # no rows of padding
+                at = (merge_rank + nth - first_tile // PARTIAL_TILES) * NUM_KV + head
+                at = at.to(tl.int64) * (Q_LEN * GROUP) + packed  # [BM]
+            else:
+                at = ((split + merge_rank) * NUM_KV + head) * MT + m_tile
+                at = at.to(tl.int64) * BM + tl.arange(0, BM)  # [BM]
             store_rows(partial_out + at * V_DIM, acc, total, row_ok, V_DIM, V_PAD, v_scale)
-            tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY))
+            lse_ok = row_ok if PARTIAL_TILES else None
+            tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY), mask=lse_ok)
         left -= stop - tile
+        if PARTIAL_TILES:
+            ended = stop == tiles
+            left -= tl.where(ended, EXTRA, 0)
         if left > 0:
-            req += 1
-            tile = 0
+            if PARTIAL_TILES:
+                req += ended.to(tl.int32)
+                tile = tl.where(ended, 0, stop)
+            else:
+                req += 1
+                tile = 0
             base, prefix_len, first_tile, partials, merge_rank = load_request(requests + req * 8)

@@ -67,6 +67,8 @@ def prepare(
     stride: int = 5000,
     min_tiles: int = 1,
     block: int = BN,
+    partial_tiles: int = 0,
+    extra: int = 0,
 ) -> Work:
     """Work whose tables are poisoned, and not filled."""
     plan = TreePlan(
@@ -78,6 +80,8 @@ def prepare(
         csr=csr,
         device=torch.device(DEVICE),
         min_tiles=min_tiles,
+        partial_tiles=partial_tiles,
+        extra=extra,
     )
     if csr:
         indptr = torch.tensor([0, *lengths]).cumsum(0)
