@@ -139,7 +139,7 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         sampling : SamplingParams
             What it asks for; its tokens lie in the vocabulary.
         prompt : sequence of int
-            The prompt's tokens.
+            The prompt's tokens; empty if penalties are to count the output's alone.
         min_new_tokens : int
             Tokens before which ``end_ids`` are impossible.
         end_ids : collection of int
@@ -183,7 +183,8 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         )
         self.penalties[row] = torch.tensor(three)
         self.history[row] = 0
-        self.history[row, torch.tensor(prompt).to(self.history.device)] = 1
+        tokens = torch.tensor(prompt, dtype=torch.int64)
+        self.history[row, tokens.to(self.history.device)] = 1
 
     def _admit_bad_words(
         self, row: int, bad_words: Sequence[Sequence[int]], prompt: Sequence[int]

@@ -261,9 +261,9 @@ class SGLangDraft(SGLangModel):
 def step_models(
     target: Any, draft: Any, config: SpecConfig, target_ids: Tensor | None
 ) -> tuple[TargetModel, DraftModel]:
-    """Return the models of a step, fused where they can be.
+    """Return a step's models, fused where they can be.
 
-    The log says which, and why.
+    Others are SGLang's modules. The log says which, and why.
 
     Parameters
     ----------
@@ -287,7 +287,7 @@ def step_models(
 
 
 def _fused(name: str, fuse: Callable[[], Fused], modules: Modules) -> Fused | Modules:
-    """Return a model's fused form, or its modules and log why."""
+    """Return a model's fused form, or its modules; log why."""
     why = f"{FUSED_VARIABLE}=0"
     if os.environ.get(FUSED_VARIABLE, "1") != "0":
         try:

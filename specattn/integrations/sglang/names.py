@@ -118,8 +118,12 @@ STEP_NAMES: dict[str, tuple[str, ...]] = {
         "temperatures",
         "top_ps",
         "top_ks",
+        "min_ps",
+        "need_min_p_sampling",
         "is_all_greedy",
     ),
+    f"{MANAGERS}.schedule_batch.ReqLogprob": ("top_logprobs_num", "token_ids_logprob"),
+    f"{MANAGERS}.schedule_batch.Req": ("return_logprob", "eos_token_ids", "return_hidden_states"),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.get_key_buffer": ("layer_id",),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.get_value_buffer": ("layer_id",),
     f"{EXECUTOR}.model_runner.ModelRunner.init_cuda_graphs": ("capture_decode_cuda_graph",),
@@ -165,6 +169,7 @@ STEP_NAMES: dict[str, tuple[str, ...]] = {
     "sglang.srt.environ.envs.SGLANG_SIMULATE_ACC_LEN": (),
     "sglang.srt.environ.envs.SGLANG_SIMULATE_ACC_METHOD": (),
     "sglang.srt.environ.envs.SGLANG_SIMULATE_ACC_TOKEN_MODE": (),
+    "sglang.srt.environ.envs.SGLANG_RETURN_ORIGINAL_LOGPROB": (),
 }
 
 

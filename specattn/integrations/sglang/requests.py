@@ -10,10 +10,14 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from specattn.integrations.sglang.names import ALGORITHM
-from specattn.speculative.sampling import SamplingBatch
+from specattn.speculative.processors import MAX_END_IDS
+from specattn.speculative.sampling import SamplingBatch, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+#: SGLang's ``top_k`` of requests that keep all tokens.
+ALL_TOKENS = 1 << 30
 
 
 def seed_of(req: Any, base: int) -> int:
@@ -47,35 +51,101 @@ def sampling_of(batch: Any, vocab_size: int, base: int) -> SamplingBatch:
         torch.where(top_k >= vocab_size, 0, top_k),
         info.top_ps.float(),
         seeds.to(device, non_blocking=True),
+        info.min_ps.float() if info.need_min_p_sampling else None,
     )
 
 
-def asked(req: Any) -> list[str]:
-    """Say what of a request steps do not do."""
+def is_processed(req: Any) -> bool:
+    """Return whether steps must process a request's logits."""
+    params = req.sampling_params
+    penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
+    return bool(
+        req.return_logprob
+        or params.min_p > 0
+        or params.logit_bias
+        or params.min_new_tokens > 0
+        or penalties != (0, 0, 1)
+    )
+
+
+def params_of(req: Any) -> SamplingParams:
+    """Return what a request asks of its logits.
+
+    Its log-probabilities are those of the law that its tokens are drawn from, or, where SGLang is
+    told so (``SGLANG_RETURN_ORIGINAL_LOGPROB``), of the target's own.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+    """
+    from sglang.srt.environ import envs
+
+    params = req.sampling_params
+    return SamplingParams(
+        temperature=0.0 if params.top_k == 1 else params.temperature,
+        top_k=0 if params.top_k >= ALL_TOKENS else params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias={int(token): value for token, value in (params.logit_bias or {}).items()},
+        logprobs=req.logprob.top_logprobs_num if req.return_logprob else None,
+        logprobs_of="raw" if envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get() else "processed",
+    )
+
+
+def end_ids(req: Any) -> set[int]:
+    """Return the tokens that a request may end with."""
+    found = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
+    if req.tokenizer is not None:
+        found |= set(req.tokenizer.additional_stop_token_ids or ())
+        found.add(req.tokenizer.eos_token_id)
+    return found
+
+
+def asked(req: Any, *, processed: bool) -> list[str]:
+    """Say what of a request steps do not do.
+
+    Parameters
+    ----------
+    req : Req
+        SGLang's request.
+    processed : bool
+        Whether there are steps that process logits.
+    """
     params = req.sampling_params
     if params.max_new_tokens is not None and params.max_new_tokens <= 1:
         # its prompt gives the only token
         return []
-    penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
-    tests = {
-        "logprobs": req.return_logprob,
-        "hidden states": req.return_hidden_states,
-        "a grammar": req.grammar is not None,
-        "min_p": params.min_p > 0,
-        "penalties": penalties != (0, 0, 1),
-        "logit_bias": bool(params.logit_bias),
-        "min_new_tokens": params.min_new_tokens > 0,
-    }
-    return [name for name, wanted in tests.items() if wanted]
+    found = []
+    if req.grammar is not None:
+        found.append("grammars")
+    if req.return_hidden_states:
+        found.append("hidden states")
+    if not is_processed(req):
+        return found
+    if not processed:
+        return [*found, "penalties, min_p, biases and log-probabilities"]
+    if req.return_logprob and req.logprob.token_ids_logprob is not None:
+        found.append("log-probabilities of named tokens")
+    if params.min_new_tokens > 0 and len(end_ids(req)) > MAX_END_IDS:
+        found.append(f"min_new_tokens with more than {MAX_END_IDS} tokens that end a text")
+    try:
+        params_of(req)
+    except ValueError as error:
+        found.append(str(error))
+    return found
 
 
-def refuse(reqs: Iterable[Any]) -> None:
+def refuse(reqs: Iterable[Any], *, processed: bool) -> None:
     """End requests that ask for what steps do not do.
 
     SGLang answers them with HTTP status 400 once their prompt has run.
     """
     for req in reqs:
-        if found := asked(req):
+        if found := asked(req, processed=processed):
             reason = f"{ALGORITHM} does not serve {', '.join(found)}"
             req.to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from contextlib import contextmanager, nullcontext
@@ -20,7 +21,9 @@ from specattn.integrations.sglang import simulated
 from specattn.integrations.sglang.layers import backend_name, refusals
 from specattn.integrations.sglang.modules import kv_pool, step_models
 from specattn.integrations.sglang.names import ALGORITHM
+from specattn.integrations.sglang.processed import Processed, logprob_counts, write_logprobs
 from specattn.speculative.model import ModelSlot
+from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_decoder import StepDecoder
 from specattn.speculative.verify import accept
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POOLS = ("MHATokenToKVPool",)
+#: 0 leaves out steps that process logits; requests that need them are refused then.
+PROCESSED_VARIABLE = "SPECATTN_SGLANG_PROCESSED"
 MIB = 2**20
 
 
@@ -81,6 +86,10 @@ class Steps:
         What runs them.
     longest : int
         Tokens of prompt and answer that leave room for a step.
+    vocab_size : int
+        The target's.
+    processed : Processed or None
+        Requests whose logits steps process; None if the environment wants no such steps.
     """
 
     def __init__(
@@ -105,7 +114,11 @@ class Steps:
         dims = StateDims.of(models[1], config.proposals, draft_sampling=False)
         self.states = RequestStates.alloc(rows, dims, req_to_token.device)
         self.longest = width - config.reserve_len
-        self.target, self.target_ids = models[0], target_ids
+        self.vocab_size, self.target_ids = models[0].vocab_size, target_ids
+        states = None
+        if os.environ.get(PROCESSED_VARIABLE, "1") != "0":
+            states = ProcessorStates.alloc(rows, self.vocab_size, req_to_token.device)
+        self.processed = None if states is None else Processed(states)
         records = _records(target)
         with torch.no_grad(), _without_collection(target, records):
             self.decoder = StepDecoder(
@@ -117,11 +130,12 @@ class Steps:
                 buckets=_buckets(target, rows - 1, records),
                 record=records,
                 sampled=True,
+                processors=states,
                 accept=simulated.asked() or accept,
                 capturing=partial(_capturing, records),
             )
         self._records = records
-        self._in_flight: deque[PendingStep] = deque()
+        self._in_flight: deque[tuple[PendingStep, list[int | None], Any]] = deque()
         self._log(time.perf_counter() - began, _allocated() - free)
 
     def admit(self, batch: Any, out: Any, sampling: SamplingBatch) -> None:
@@ -163,13 +177,14 @@ class Steps:
         Tokens and their numbers are the host's pinned memory, which the step itself writes.
         """
         rows = batch.req_pool_indices_cpu.tolist()
-        step = self.decoder.step_async(rows, sampled=not batch.sampling_info.is_all_greedy)
-        self._in_flight.append(step)
-        packed = step.packed
-        scores = torch.empty(0) if batch.return_logprob else None
+        processed = self.processed is not None and self.processed.among(rows)
+        sampled = not batch.sampling_info.is_all_greedy
+        step = self.decoder.step_async(rows, sampled=sampled, processed=processed)
+        packed, output = step.packed, LogitsProcessorOutput(next_token_logits=None)
+        scored = logprob_counts(batch.reqs, processed=processed) if batch.return_logprob else []
+        self._in_flight.append((step, scored, output))
         return GenerationBatchResult(
-            # who asked for scores has been refused
-            logits_output=LogitsProcessorOutput(next_token_logits=None, next_token_logprobs=scores),
+            logits_output=output,
             # the numbers of a request follow each other: a count, then its tokens
             next_token_ids=packed.view(-1)[1:],
             accept_lens=packed[:, 0],
@@ -178,8 +193,11 @@ class Steps:
         )
 
     def read(self) -> None:
-        """Note that SGLang has read the oldest step."""
-        self._in_flight.popleft().wait()
+        """Note that SGLang has read the oldest step, and may read log-probabilities."""
+        step, scored, output = self._in_flight.popleft()
+        step.wait()
+        if scored:
+            write_logprobs(step, scored, output)
 
     def _log(self, seconds: float, nbytes: int) -> None:
         reports = self.decoder.report()

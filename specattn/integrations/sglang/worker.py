@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.sampling import SamplingBatch
 
 
@@ -47,6 +49,30 @@ class Relay(SpecInput):
         """Add nothing."""
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """How the requests of a prompt batch draw.
+
+    Parameters
+    ----------
+    rows : Tensor
+        ``[B]`` int64, their rows of the table.
+    sampling : SamplingBatch
+        Temperatures, limits and seeds.
+    states : ProcessorStates or None
+        What they ask of their logits; None if none of them asks for anything.
+    """
+
+    rows: Tensor
+    sampling: SamplingBatch
+    states: ProcessorStates | None
+
+    @property
+    def are_greedy(self) -> bool:
+        """Whether SGLang's sampler does what steps would do."""
+        return self.sampling.greedy and self.states is None
+
+
 class SpecAttnWorker(EAGLEWorkerV2):
     """Prompts as `EAGLEWorkerV2` runs them; a decode is one step, launched whole.
 
@@ -59,7 +85,8 @@ class SpecAttnWorker(EAGLEWorkerV2):
         # no verify forward of SGLang's is replayed; its warm-up is another runner's
         runner.init_cuda_graphs = partial(_without_decode_graphs, runner.init_cuda_graphs)
         runner.sample = partial(self._sample, runner.sample)
-        self._drawing: SamplingBatch | None = None
+        # those that run
+        self._prompts: Prompts | None = None
         self.steps: Steps | None = None
 
     @property
@@ -92,13 +119,18 @@ class SpecAttnWorker(EAGLEWorkerV2):
             out = self.steps.launch(batch)
             out.next_draft_input = Relay()
             return out
-        refuse(batch.reqs)
-        shorten(batch.reqs, self.steps.longest)
-        vocab_size = self.steps.target.vocab_size
-        sampling = sampling_of(batch, vocab_size, self.target_worker.random_seed)
-        self._drawing = sampling
+        steps, processed = self.steps, self.steps.processed
+        refuse(batch.reqs, processed=processed is not None)
+        shorten(batch.reqs, steps.longest)
+        states = None
+        if processed is not None:
+            processed.admit(batch)
+            if processed.among(batch.req_pool_indices_cpu.tolist()):
+                states = processed.states
+        sampling = sampling_of(batch, steps.vocab_size, self.target_worker.random_seed)
+        self._prompts = Prompts(batch.req_pool_indices.long(), sampling, states)
         out = super().forward_batch_generation(batch, *args, **options)
-        self.steps.admit(batch, out, sampling)
+        steps.admit(batch, out, sampling)
         out.next_draft_input = Relay()
         return out
 
@@ -114,15 +146,24 @@ class SpecAttnWorker(EAGLEWorkerV2):
 
         SGLang's own choice stays where it computes log-probabilities of it.
         """
-        drawing, self._drawing = self._drawing, None
-        if drawing is None or drawing.greedy or forward_batch.return_logprob:
+        prompts, self._prompts = self._prompts, None
+        if prompts is None or prompts.are_greedy:
             return original(logits_output, forward_batch)
+        rows, states = prompts.rows, prompts.states
+        if forward_batch.return_logprob:
+            tokens = original(logits_output, forward_batch)
+            if states is not None:
+                states.note(
+                    rows, tokens.long()[:, None], torch.ones_like(tokens, dtype=torch.int32)
+                )
+            return tokens
         # SGLang's sampler changes them in place
         logits = logits_output.next_token_logits.clone()
         tokens = original(logits_output, forward_batch)
+        lens = forward_batch.seq_lens.long() - 1
+        own = first_tokens(logits, lens, prompts.sampling, rows, states, scored=[])
         # of a prompt whose logits are not finite, whose first step ends it
-        own = first_tokens(logits, forward_batch.seq_lens.long() - 1, drawing).clamp(min=0)
-        return own.to(tokens.dtype)
+        return own.clamp(min=0).to(tokens.dtype)
 
 
 #: What SGLang's draft worker holds where it has neither drafts nor draft extends of its own.

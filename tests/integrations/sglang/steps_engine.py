@@ -39,6 +39,15 @@ DRAWN = (
 )
 #: How requests draw that name none, and how many there are.
 LAW, DRAWS = {"temperature": 1.0, "top_k": 6}, 240
+#: What requests ask of their logits, greedily, and by drawing.
+PROCESSED: tuple[dict[str, Any], ...] = (
+    {"frequency_penalty": 0.8, "presence_penalty": 0.4},
+    {"repetition_penalty": 1.4},
+    {"logit_bias": {"281": -4.0, "420": 3.0}},
+    # the sixth token of the text may not end it before the fifteenth
+    {"min_new_tokens": 14},
+)
+DRAWN_PROCESSED = {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.5, "seed": 5}
 CROWD = 40
 
 
@@ -55,11 +64,12 @@ class Setting:
     fused: bool = True
 
 
+ALL = ("again", "drawn", "processed", "scored", "streamed", "aborted", "refused", "law")
 SETTINGS = {
-    "tree": Setting((4, 5, 16), ("again", "drawn", "streamed", "aborted", "refused", "law")),
+    "tree": Setting((4, 5, 16), ALL),
     "chain": Setting((4, 1, 5), options={"disable_overlap_schedule": True}, fused=False),
     "pages": Setting((4, 2, 8), options={"page_size": 16}),
-    "full": Setting((4, 2, 8), ("crowd",), {"max_total_tokens": 84}),
+    "full": Setting((4, 2, 8), ("crowd", "penalised"), {"max_total_tokens": 84}),
     "ranks": Setting((4, 5, 16), ("drawn", "unseeded"), {"tp_size": 2}),
 }
 
@@ -103,6 +113,10 @@ def sampling(law: dict[str, Any]) -> dict[str, Any]:
     return {"temperature": 0} | renamed
 
 
+SCORES = ("return_logprob", "top_logprobs_num", "token_ids_logprob")
+SCORED = ("output_token_logprobs", "output_top_logprobs")
+
+
 class Asking:
     """Requests to an engine, by the number of their prompt."""
 
@@ -112,7 +126,7 @@ class Asking:
 
     async def one(self, at: int, new: int | None = None, **asked: Any) -> dict[str, Any]:
         """Ask once; return tokens, verify forwards, cached tokens and the end."""
-        scores = asked.pop("return_logprob", False)
+        scores = {name: asked.pop(name) for name in SCORES if name in asked}
         out = await self.engine.async_generate(
             input_ids=self.prompts[at],
             sampling_params={
@@ -121,10 +135,11 @@ class Asking:
                 "ignore_eos": True,
                 **asked,
             },
-            return_logprob=scores,
+            **scores,
         )
         meta = out["meta_info"]
-        return {
+        found = {name: meta[name] for name in SCORED if name in meta}
+        return found | {
             "tokens": out["output_ids"],
             "verified": meta.get("spec_verify_ct"),
             "cached": meta["cached_tokens"],
@@ -148,6 +163,26 @@ class Asking:
     async def drawn(self) -> Any:
         """A greedy request beside two that draw."""
         return await asyncio.gather(self.one(3), *(self.one(5, **sampling(law)) for law in DRAWN))
+
+    async def processed(self) -> Any:
+        """Requests that ask something of their logits, and one that does not."""
+        stop = self.known["first"][1]["tokens"][5]
+        first, *others, last = PROCESSED
+        return await asyncio.gather(
+            *(self.one(1, **asked) for asked in (first, *others)),
+            self.one(1, stop_token_ids=[stop], ignore_eos=False, **last),
+            self.one(5, **sampling(DRAWN_PROCESSED)),
+            self.one(3),
+        )
+
+    async def penalised(self) -> Any:
+        """More requests with a penalty than the pool holds."""
+        return await asyncio.gather(*(self.one(1, **PROCESSED[0]) for _ in range(4)))
+
+    async def scored(self) -> Any:
+        """A request with log-probabilities and the best two, beside one that wants none."""
+        asked = {"return_logprob": True, "top_logprobs_num": 2}
+        return await asyncio.gather(self.one(1, **asked), self.one(3))
 
     async def unseeded(self) -> Any:
         """Requests that draw and name no seed."""
@@ -180,9 +215,8 @@ class Asking:
     async def refused(self) -> Any:
         """A request that is served, and the errors of those beside it."""
         asked = (
-            {"frequency_penalty": 0.5, "min_p": 0.1},
-            {"logit_bias": {"5": 1.0}},
-            {"return_logprob": True},
+            {"logit_bias": dict.fromkeys(map(str, range(600)), 1.0)},
+            {"return_logprob": True, "token_ids_logprob": [5]},
         )
         out = await asyncio.gather(
             self.one(2), *(self.one(3, **one) for one in asked), return_exceptions=True
@@ -217,10 +251,6 @@ def main(setting: str) -> None:
     ranks = chosen.options.get("tp_size", 1)
     # SGLang wants a core named for each rank where they share a memory node
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
-    # compiling a few small functions takes longer than all that they do here
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    # a torch for CUDA brings NCCL, which ranks on a CPU would start
-    os.environ["SGLANG_NCCL_SO_PATH"] = "none"
     os.environ["SPECATTN_SGLANG_FUSED"] = str(int(chosen.fused))
     engine = sglang.Engine(**options(chosen))
     asking = Asking(engine)

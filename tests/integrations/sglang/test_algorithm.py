@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from tempfile import gettempdir
 from types import SimpleNamespace
 
 import pytest
@@ -20,16 +21,30 @@ import torch
 from tests.integrations.sglang.engine import PAIR
 from tests.integrations.sglang.steps_engine import (
     DRAWN,
+    DRAWN_PROCESSED,
     DRAWS,
     LAW,
     LENGTHS,
     LONGEST,
+    PROCESSED,
     SETTINGS,
     prompts,
 )
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.sglang
+PATHS = [str(ROOT), str(ROOT / "tests/integrations/sglang/stubs"), os.environ.get("PYTHONPATH", "")]
+#: What SGLang's processes need on a CPU.
+VARIABLES = {
+    "PYTHONPATH": os.pathsep.join(PATHS),
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TRITON_INTERPRET": "1",
+    "SPECATTN_SGLANG_BACKEND": "torch_native",
+    # compiling a few small functions takes longer than all that they do here
+    "TORCH_COMPILE_DISABLE": "1",
+    # a torch for CUDA brings NCCL, which ranks on a CPU would start
+    "SGLANG_NCCL_SO_PATH": "none",
+}
 #: Settings whose prompts are all asked for at once.
 TOGETHER = [name for name in SETTINGS if name != "full"]
 
@@ -37,18 +52,11 @@ TOGETHER = [name for name in SETTINGS if name != "full"]
 @functools.cache
 def run(setting: str) -> dict:
     """Run a setting in a process of its own."""
-    paths = [str(ROOT), str(ROOT / "tests/integrations/sglang/stubs")]
-    known = {
-        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "TRITON_INTERPRET": "1",
-        "SPECATTN_SGLANG_BACKEND": "torch_native",
-        "SPECATTN_COUNTS": os.environ.get("TMPDIR", "/tmp") + f"/specattn-{os.getpid()}.counts",
-    }
+    counts = {"SPECATTN_COUNTS": f"{gettempdir()}/specattn-{os.getpid()}-{setting}.counts"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.integrations.sglang.steps_engine", setting],
         cwd=ROOT,
-        env=os.environ | known,
+        env=os.environ | VARIABLES | counts,
         capture_output=True,
         text=True,
     )
@@ -60,15 +68,12 @@ def run(setting: str) -> dict:
 @functools.cache
 def plain() -> list[list[int]]:
     """Greedy texts as transformers writes them."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(PAIR / "target"), dtype=torch.float32)
     texts = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
         # past all ends: no token has this number
         ends = {"eos_token_id": -1, "pad_token_id": 0}
-        out = model.generate(ids, max_new_tokens=LONGEST, do_sample=False, **ends)
+        out = model().generate(ids, max_new_tokens=LONGEST, do_sample=False, **ends)
         texts.append(out[0, len(prompt) :].tolist())
     return texts
 
@@ -91,7 +96,7 @@ def own(setting: str) -> SimpleNamespace:
     ]
     drawing = [
         Request(prompts()[5], LENGTHS[5], sampling=SamplingParams(**law), ignore_eos=True)
-        for law in DRAWN
+        for law in (*DRAWN, DRAWN_PROCESSED)
     ]
     return SimpleNamespace(
         steps=[result.steps for result in engine.generate(asked)],
@@ -138,7 +143,7 @@ def test_drawn_texts_are_those_of_this_librarys_engine(setting):
     """A seed names a text, whatever runs beside it; the greedy request is unchanged."""
     still, *drawn = run(setting)["drawn"]
     assert still["tokens"] == greedy()[3]
-    assert tokens(drawn) == own(setting).drawn
+    assert tokens(drawn) == own(setting).drawn[: len(DRAWN)]
     assert tokens(drawn)[0] != tokens(drawn)[1]
 
 
@@ -167,7 +172,8 @@ def test_texts_after_others_were_aborted():
 def test_requests_are_refused_by_name_and_others_go_on():
     served, *errors = run("tree")["refused"]
     assert served["tokens"] == greedy()[2]
-    for error, asked in zip(errors, ("min_p, penalties", "logit_bias", "logprobs"), strict=True):
+    names = "logit_bias", "log-probabilities of named tokens"
+    for error, asked in zip(errors, names, strict=True):
         assert f"SPECATTN does not serve {asked}" in error
 
 
@@ -177,6 +183,71 @@ def test_crowds_over_a_pool_that_runs_out():
     for result in found["crowd"]:
         assert result["tokens"] == texts[result["at"]][: result["new"]]
     assert found["counts"]["retracted"]
+
+
+@functools.cache
+def model(dtype: torch.dtype = torch.float32):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(str(PAIR / "target"), dtype=dtype)
+
+
+def processed_text(at: int, asked: dict, stop: int) -> list[int]:
+    """Write a text greedily, a token at a time, from logits that are changed as asked."""
+    prompt, text = prompts()[at], []
+    while len(text) < LENGTHS[at]:
+        with torch.no_grad():
+            logits = model()(torch.tensor([[*prompt, *text]])).logits[0, -1]
+        counts = torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=len(logits))
+        seen, scale = counts > 0, asked.get("repetition_penalty", 1.0)
+        scaled = torch.where(logits > 0, logits / scale, logits * scale)
+        logits = torch.where(seen, scaled, logits)
+        logits = logits - asked.get("frequency_penalty", 0.0) * counts
+        logits = logits - asked.get("presence_penalty", 0.0) * seen
+        for token, value in asked.get("logit_bias", {}).items():
+            logits[int(token)] += value
+        ends = model().config.eos_token_id
+        if len(text) < asked.get("min_new_tokens", 0):
+            logits[[stop, *([ends] if isinstance(ends, int) else ends or [])]] = -float("inf")
+        text.append(int(logits.argmax()))
+        if "min_new_tokens" in asked and text[-1] == stop:
+            break
+    return text
+
+
+@pytest.mark.parametrize("at", range(len(PROCESSED)))
+def test_processed_texts_are_those_of_one_token_at_a_time(at):
+    """Penalties count tokens of the answer alone, as SGLang's do."""
+    text = run("tree")["processed"][at]["tokens"]
+    assert text == processed_text(1, PROCESSED[at], greedy()[1][5])
+    assert text != greedy()[1]
+
+
+def test_a_processed_request_that_draws_and_one_beside_it():
+    *_, drawn, still = run("tree")["processed"]
+    assert drawn["tokens"] == own("tree").drawn[-1]
+    assert still["tokens"] == greedy()[3]
+
+
+def test_penalties_survive_that_a_request_is_taken_back():
+    texts = tokens(run("full")["penalised"])
+    assert texts == [processed_text(1, PROCESSED[0], 0)] * len(texts)
+
+
+def test_log_probabilities_of_a_text():
+    scored, still = run("tree")["scored"]
+    assert (scored["tokens"], still["tokens"]) == (greedy()[1], greedy()[3])
+    prompt, text = prompts()[1], scored["tokens"]
+    with torch.no_grad():
+        logits = model()(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
+    best = logits.log_softmax(-1).topk(2)
+    values = [value for value, _, _ in scored["output_token_logprobs"]]
+    assert [token for _, token, _ in scored["output_token_logprobs"]] == text
+    torch.testing.assert_close(torch.tensor(values), best.values[:, 0], atol=1e-4, rtol=0)
+    for at, found in enumerate(scored["output_top_logprobs"]):
+        assert [token for _, token, _ in found] == best.indices[at].tolist()
+        seen = torch.tensor([value for value, _, _ in found])
+        torch.testing.assert_close(seen, best.values[at], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("setting", "fused"), [("tree", 2), ("chain", 0), ("ranks", 0)])
@@ -197,13 +268,11 @@ def test_a_step_is_one_launch_of_ours(record_property):
 @functools.cache
 def law(temperature: float) -> dict[tuple[int, ...], float]:
     """Return the probabilities of two tokens after the first prompt, in float64."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(PAIR / "target"), dtype=torch.float64)
+    exact = model(torch.float64)
 
     def after(ids: list[int]) -> list[tuple[int, float]]:
         with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0, -1] / temperature
+            logits = exact(torch.tensor([ids])).logits[0, -1] / temperature
         best = logits.topk(LAW["top_k"])
         probs = best.values.softmax(0).tolist()
         return list(zip(best.indices.tolist(), probs, strict=True))

@@ -10,6 +10,7 @@ from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import names
 
 pytestmark = pytest.mark.sglang
+PROCESSED = "penalties, min_p, biases and log-probabilities"
 
 
 def arguments(**changed):
@@ -41,8 +42,14 @@ def request(new=8, prompt=4, rid="one", **asked):
         "repetition_penalty": 1.0,
         "logit_bias": None,
         "min_new_tokens": 0,
+        "stop_token_ids": None,
+        "temperature": 1.0,
+        "top_k": 1,
+        "top_p": 1.0,
     }
     own = {"return_logprob": False, "return_hidden_states": False, "grammar": None}
+    own |= {"logprob": SimpleNamespace(top_logprobs_num=2, token_ids_logprob=None)}
+    own |= {"eos_token_ids": {2}, "tokenizer": None}
     return SimpleNamespace(
         rid=rid,
         origin_input_ids=[1] * prompt,
@@ -122,26 +129,28 @@ def test_the_plug_in_is_active():
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("asked", "named", "without"),
     [
-        ({}, ""),
-        ({"min_p": 0.1, "repetition_penalty": 1.1}, "min_p, penalties"),
-        ({"return_logprob": True, "grammar": object()}, "logprobs, a grammar"),
-        ({"logit_bias": {"5": 1.0}, "min_new_tokens": 3}, "logit_bias, min_new_tokens"),
+        ({}, "", ""),
+        ({"min_p": 0.1, "repetition_penalty": 1.1}, "", PROCESSED),
+        ({"return_logprob": True, "grammar": object()}, "grammars", f"grammars, {PROCESSED}"),
+        ({"logit_bias": {"5": 1.0}, "min_new_tokens": 3}, "", PROCESSED),
+        ({"frequency_penalty": 3.0}, "frequency_penalty must be", PROCESSED),
         # its prompt gives the only token, so that it takes no step
-        ({"return_logprob": True, "new": 1}, ""),
+        ({"return_logprob": True, "grammar": object(), "new": 1}, "", ""),
     ],
 )
-def test_requests_are_refused_by_name(asked, named):
+def test_requests_are_refused_by_name(asked, named, without):
     from specattn.integrations.sglang.requests import refuse
 
-    req = request(**asked)
-    refuse([req])
-    if not named:
-        assert req.to_finish is None
-        return
-    assert req.to_finish.message == f"SPECATTN does not serve {named}"
-    assert req.to_finish.status_code == 400
+    for processed, wanted in ((True, named), (False, without)):
+        req = request(**asked)
+        refuse([req], processed=processed)
+        if not wanted:
+            assert req.to_finish is None
+            continue
+        assert req.to_finish.message.startswith(f"SPECATTN does not serve {wanted}")
+        assert req.to_finish.status_code == 400
 
 
 def test_seeds_are_the_requests_own_or_derived_alike():
