@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -43,8 +42,12 @@ def make(job: Job, shape: Shape, device: torch.device, dtype: torch.dtype) -> tu
         torch.full((batches[-1],), gained, dtype=torch.int32, device=device), shape.draft_vocab
     )
     config = SpecConfig(steps, topk, nodes, longest, batches[-1])
+
+    def forcing(*args: Any, **options: Any) -> StepDecoder:
+        return StepDecoder(*args, **options | {"accept": forced})
+
     # the engine takes no acceptor of a caller's
-    with mock.patch.object(decoders, "StepDecoder", partial(StepDecoder, accept=forced)):
+    with mock.patch.object(decoders, "StepDecoder", forcing):
         engine = Engine(
             target.with_features(draft.features),
             draft,

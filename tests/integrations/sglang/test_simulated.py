@@ -17,7 +17,7 @@ def kept(length: float, batch: int) -> AcceptResult:
     """Return what is kept of trees of six nodes, at different positions."""
     nodes, depth = CONFIG.num_draft_tokens, CONFIG.num_steps + 1
     tokens = torch.zeros(batch, nodes, dtype=torch.int64)
-    tree = DraftTree(*[tokens] * 6, torch.empty(batch, 0, 0))
+    tree = DraftTree(*[tokens] * 5, torch.empty(batch, 0, 0))
     seeds, zeros = torch.arange(batch), torch.zeros(batch)
     sampling = SamplingBatch(True, zeros, None, None, seeds)
     out = AcceptResult(
