@@ -11,6 +11,8 @@ from specattn.integrations.sglang.requests import asked, end_ids, is_processed, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.step_decoder import PendingStep
 
@@ -58,12 +60,51 @@ class Processed:
             (),
             min_new_tokens=len(req.origin_input_ids) + least if least else 0,
             end_ids=end_ids(req) if least else (),
+            bitmask=req.grammar is not None,
         )
         # of a request that was taken back
         if params.penalised and req.output_ids:
             history = self.states.history[row]
             emitted = torch.tensor(list(req.output_ids), device=history.device)
             history += 2 * torch.bincount(emitted, minlength=len(history)).to(history.dtype)
+
+
+class TreeGrammar:
+    """A request's grammar of SGLang's as a `Grammar` of steps.
+
+    Parameters
+    ----------
+    grammar : BaseGrammarObject
+        SGLang's, which knows the text so far and goes on by itself.
+    """
+
+    def __init__(self, grammar: Any) -> None:
+        self.grammar = grammar
+
+    def fill(self, tokens: Sequence[int], parents: Sequence[int], bitmask: Tensor) -> None:
+        """Say which tokens may follow each node; see `Grammar.fill`."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents):
+            children.setdefault(parent, []).append(node)
+        self._fill(0, tokens, children, bitmask)
+
+    def _fill(
+        self, node: int, tokens: Sequence[int], children: dict[int, list[int]], bitmask: Tensor
+    ) -> None:
+        """Fill a node's row and those of its descendants."""
+        if self.grammar.is_terminated():
+            return
+        self.grammar.fill_vocab_mask(bitmask, node)
+        for child in children.get(node, ()):
+            token = tokens[child]
+            if not int(bitmask[node, token // 32]) >> token % 32 & 1:
+                continue
+            self.grammar.accept_token(token)
+            self._fill(child, tokens, children, bitmask)
+            self.grammar.rollback(1)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Do nothing: SGLang tells its grammar what a text goes on with."""
 
 
 def logprob_counts(reqs: Sequence[Any], *, processed: bool) -> list[int | None]:

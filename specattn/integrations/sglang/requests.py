@@ -56,11 +56,12 @@ def sampling_of(batch: Any, vocab_size: int, base: int) -> SamplingBatch:
 
 
 def is_processed(req: Any) -> bool:
-    """Return whether steps must process a request's logits."""
+    """Return whether steps must process a request's logits, or score its tokens."""
     params = req.sampling_params
     penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
     return bool(
         req.return_logprob
+        or req.grammar is not None
         or params.min_p > 0
         or params.logit_bias
         or params.min_new_tokens > 0
@@ -120,14 +121,12 @@ def asked(req: Any, *, processed: bool) -> list[str]:
         # its prompt gives the only token
         return []
     found = []
-    if req.grammar is not None:
-        found.append("grammars")
     if req.return_hidden_states:
         found.append("hidden states")
     if not is_processed(req):
         return found
     if not processed:
-        return [*found, "penalties, min_p, biases and log-probabilities"]
+        return [*found, "penalties, min_p, biases, grammars and log-probabilities"]
     if req.return_logprob and req.logprob.token_ids_logprob is not None:
         found.append("log-probabilities of named tokens")
     if params.min_new_tokens > 0 and len(end_ids(req)) > MAX_END_IDS:

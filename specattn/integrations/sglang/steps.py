@@ -21,7 +21,13 @@ from specattn.integrations.sglang import simulated
 from specattn.integrations.sglang.layers import backend_name, refusals
 from specattn.integrations.sglang.modules import kv_pool, step_models
 from specattn.integrations.sglang.names import ALGORITHM
-from specattn.integrations.sglang.processed import Processed, logprob_counts, write_logprobs
+from specattn.integrations.sglang.processed import (
+    Processed,
+    TreeGrammar,
+    logprob_counts,
+    write_logprobs,
+)
+from specattn.integrations.sglang.requests import asked
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.states import RequestStates, StateDims
@@ -134,7 +140,7 @@ class Steps:
                 accept=simulated.asked() or accept,
                 capturing=partial(_capturing, records),
             )
-        self._records = records
+        self._records, self._constrains = records, False
         self._in_flight: deque[tuple[PendingStep, list[int | None], Any]] = deque()
         self._log(time.perf_counter() - began, _allocated() - free)
 
@@ -179,7 +185,10 @@ class Steps:
         rows = batch.req_pool_indices_cpu.tolist()
         processed = self.processed is not None and self.processed.among(rows)
         sampled = not batch.sampling_info.is_all_greedy
-        step = self.decoder.step_async(rows, sampled=sampled, processed=processed)
+        grammars = self._grammars(batch) if processed and batch.has_grammar else None
+        step = self.decoder.step_async(
+            rows, sampled=sampled, processed=processed, grammars=grammars
+        )
         packed, output = step.packed, LogitsProcessorOutput(next_token_logits=None)
         scored = logprob_counts(batch.reqs, processed=processed) if batch.return_logprob else []
         self._in_flight.append((step, scored, output))
@@ -191,6 +200,23 @@ class Steps:
             speculative_num_draft_tokens=packed.shape[1],
             can_run_cuda_graph=self._records and len(rows) <= self.decoder.runner.buckets[-1],
         )
+
+    def _grammars(self, batch: Any) -> list[TreeGrammar | None] | None:
+        """Return the requests' grammars, if any; capture steps for them at first.
+
+        SGLang has read all steps before it launches one of such a batch, so that its grammars know
+        the whole texts, and a capture disturbs nothing.
+        """
+        reqs = [None if asked(req, processed=True) else req.grammar for req in batch.reqs]
+        if not any(reqs):
+            return None
+        assert self.processed is not None
+        assert not self._in_flight
+        if not self._constrains:
+            log.info("%s: capturing steps for requests with a grammar", ALGORITHM)
+            self.decoder.capture(processors=self.processed.states, constrained=True)
+            self._constrains = True
+        return [None if grammar is None else TreeGrammar(grammar) for grammar in reqs]
 
     def read(self) -> None:
         """Note that SGLang has read the oldest step, and may read log-probabilities."""

@@ -61,11 +61,14 @@ class Prompts:
         Temperatures, limits and seeds.
     states : ProcessorStates or None
         What they ask of their logits; None if none of them asks for anything.
+    theirs : list of int
+        Places of requests whose first token SGLang's sampler chooses: it scores it, or masks it.
     """
 
     rows: Tensor
     sampling: SamplingBatch
     states: ProcessorStates | None
+    theirs: list[int]
 
     @property
     def are_greedy(self) -> bool:
@@ -128,7 +131,9 @@ class SpecAttnWorker(EAGLEWorkerV2):
             if processed.among(batch.req_pool_indices_cpu.tolist()):
                 states = processed.states
         sampling = sampling_of(batch, steps.vocab_size, self.target_worker.random_seed)
-        self._prompts = Prompts(batch.req_pool_indices.long(), sampling, states)
+        scored = [req.return_logprob or req.grammar is not None for req in batch.reqs]
+        theirs = [at for at, wanted in enumerate(scored) if wanted]
+        self._prompts = Prompts(batch.req_pool_indices.long(), sampling, states, theirs)
         out = super().forward_batch_generation(batch, *args, **options)
         steps.admit(batch, out, sampling)
         out.next_draft_input = Relay()
@@ -144,24 +149,20 @@ class SpecAttnWorker(EAGLEWorkerV2):
     ) -> Tensor:
         """Draw first tokens as steps draw: by the request's seed.
 
-        SGLang's own choice stays where it computes log-probabilities of it.
+        SGLang's own choice stays where it scores or masks it.
         """
         prompts, self._prompts = self._prompts, None
         if prompts is None or prompts.are_greedy:
             return original(logits_output, forward_batch)
-        rows, states = prompts.rows, prompts.states
-        if forward_batch.return_logprob:
-            tokens = original(logits_output, forward_batch)
-            if states is not None:
-                states.note(
-                    rows, tokens.long()[:, None], torch.ones_like(tokens, dtype=torch.int32)
-                )
-            return tokens
         # SGLang's sampler changes them in place
         logits = logits_output.next_token_logits.clone()
         tokens = original(logits_output, forward_batch)
-        lens = forward_batch.seq_lens.long() - 1
-        own = first_tokens(logits, lens, prompts.sampling, rows, states, scored=[])
+        if prompts.theirs:
+            at = torch.tensor(prompts.theirs, device=logits.device)
+            logits[at] = -float("inf")
+            logits[at, tokens[at].long()] = 0
+        rows, lens = prompts.rows, forward_batch.seq_lens.long() - 1
+        own = first_tokens(logits, lens, prompts.sampling, rows, prompts.states, scored=[])
         # of a prompt whose logits are not finite, whose first step ends it
         return own.clamp(min=0).to(tokens.dtype)
 

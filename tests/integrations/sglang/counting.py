@@ -53,7 +53,8 @@ def watch(path: str) -> None:
     from specattn import StepDecoder
 
     # what a step runs would be one graph
-    StepDecoder.step_async = asked_by(None, StepDecoder.step_async)  # type: ignore[method-assign]
+    for name in ("step_async", "capture"):
+        setattr(StepDecoder, name, asked_by(None, getattr(StepDecoder, name)))
 
     def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any) -> Any:
         if not batch.forward_mode.is_decode():
@@ -64,7 +65,7 @@ def watch(path: str) -> None:
             out = asked_by("scheduler", original)(scheduler, batch, *args)
         COUNTS["steps"] += 1
         COUNTS["fused models"] = _fused(worker.steps.decoder)
-        COUNTS["replays"] += _replays(scheduler) - replays
+        COUNTS.update(_replays(scheduler) - replays)
         _write(path)
         return out
 
@@ -76,8 +77,12 @@ def watch(path: str) -> None:
     HookRegistry.register(f"{BATCH}.retract_decode", retract, HookType.AROUND)
 
 
-def _replays(scheduler: Any) -> int:
-    return sum(scheduler.model_worker.steps.decoder.runner.stats.replays.values())
+def _replays(scheduler: Any) -> Counter[str]:
+    """Return how often whole steps were replayed, and parts of constrained ones."""
+    found: Counter[str] = Counter()
+    for part, count in scheduler.model_worker.steps.decoder.runner.stats.replays.items():
+        found["replays" if part.mode is None else "parts"] += count
+    return found
 
 
 def _fused(decoder: Any) -> int:

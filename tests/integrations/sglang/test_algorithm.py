@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -17,16 +18,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from tests.integrations.sglang.engine import PAIR
 from tests.integrations.sglang.steps_engine import (
+    CONTEXT,
     DRAWN,
     DRAWN_PROCESSED,
     DRAWS,
     LAW,
     LENGTHS,
-    LONGEST,
     PROCESSED,
+    REGEX,
     SETTINGS,
     prompts,
 )
@@ -73,7 +76,7 @@ def plain() -> list[list[int]]:
         ids = torch.tensor([prompt])
         # past all ends: no token has this number
         ends = {"eos_token_id": -1, "pad_token_id": 0}
-        out = model().generate(ids, max_new_tokens=LONGEST, do_sample=False, **ends)
+        out = model().generate(ids, max_new_tokens=CONTEXT, do_sample=False, **ends)
         texts.append(out[0, len(prompt) :].tolist())
     return texts
 
@@ -229,13 +232,37 @@ def test_a_processed_request_that_draws_and_one_beside_it():
     assert still["tokens"] == greedy()[3]
 
 
+def test_an_answer_ends_with_the_context():
+    """As early as a step has no room, which SGLang would wait for without end."""
+    found = run("full")["endless"]
+    steps, topk, _ = SETTINGS["full"].tree
+    length = len(prompts()[0]) + len(found["tokens"])
+    assert CONTEXT - topk * (steps - 1) <= length <= CONTEXT
+    assert found["end"]["type"] == "length"
+    assert found["tokens"] == plain()[0][: len(found["tokens"])]
+
+
+def test_constrained_texts_match():
+    """The first is the most probable text that matches, a token at a time."""
+    *constrained, free = run("tree")["constrained"]
+    assert free["tokens"] == greedy()[3]
+    tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
+    for result in constrained:
+        text = tokenizer.decode(result["tokens"])
+        # an answer that ends by its length need not be whole
+        assert re.fullmatch(REGEX, text) or re.match(r"[a-z_]+(\([a-z, ]*)?$", text), text
+    assert constrained[0]["tokens"] != greedy()[1]
+
+
 def test_penalties_survive_that_a_request_is_taken_back():
     texts = tokens(run("full")["penalised"])
     assert texts == [processed_text(1, PROCESSED[0], 0)] * len(texts)
 
 
 def test_log_probabilities_of_a_text():
-    scored, still = run("tree")["scored"]
+    scored, still, drawn = run("tree")["scored"]
+    # whose first token another sampler draws than that of the request with log-probabilities
+    assert drawn["tokens"] == own("tree").drawn[0]
     assert (scored["tokens"], still["tokens"]) == (greedy()[1], greedy()[3])
     prompt, text = prompts()[1], scored["tokens"]
     with torch.no_grad():
@@ -259,7 +286,9 @@ def test_a_step_is_one_launch_of_ours(record_property):
     """Its worker launches nothing else; SGLang's scheduler adds a bounded number of its own."""
     counts = run("tree")["counts"]
     steps = counts["steps"]
-    assert counts["replays"] == steps
+    # a step with a grammar is three
+    assert counts["parts"]
+    assert counts["replays"] + counts["parts"] / 3 == steps
     assert "worker" not in counts
     record_property("scheduler_launches", counts["scheduler"] / steps)
     assert counts["scheduler"] <= 4 * steps

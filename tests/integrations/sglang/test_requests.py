@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import names
+from specattn.speculative.processors import token_bitmask
 
 pytestmark = pytest.mark.sglang
-PROCESSED = "penalties, min_p, biases and log-probabilities"
+PROCESSED = "penalties, min_p, biases, grammars and log-probabilities"
 
 
 def arguments(**changed):
@@ -133,11 +135,12 @@ def test_the_plug_in_is_active():
     [
         ({}, "", ""),
         ({"min_p": 0.1, "repetition_penalty": 1.1}, "", PROCESSED),
-        ({"return_logprob": True, "grammar": object()}, "grammars", f"grammars, {PROCESSED}"),
+        ({"return_logprob": True, "grammar": object()}, "", PROCESSED),
+        ({"return_hidden_states": True}, "hidden states", "hidden states"),
         ({"logit_bias": {"5": 1.0}, "min_new_tokens": 3}, "", PROCESSED),
         ({"frequency_penalty": 3.0}, "frequency_penalty must be", PROCESSED),
         # its prompt gives the only token, so that it takes no step
-        ({"return_logprob": True, "grammar": object(), "new": 1}, "", ""),
+        ({"return_hidden_states": True, "new": 1}, "", ""),
     ],
 )
 def test_requests_are_refused_by_name(asked, named, without):
@@ -169,3 +172,37 @@ def test_answers_end_while_a_step_has_room():
     reqs = [request(new, prompt) for new, prompt in ((8, 4), (8, 15), (None, 4), (5, 30))]
     shorten(reqs, 20)
     assert [req.sampling_params.max_new_tokens for req in reqs] == [8, 5, 16, 1]
+
+
+class Counting:
+    """A grammar of SGLang's kind: a token may follow if it is above the one before."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab, self.text = vocab, [0]
+
+    def is_terminated(self) -> bool:
+        return self.text[-1] == self.vocab - 1
+
+    def accept_token(self, token: int) -> None:
+        assert token > self.text[-1]
+        self.text.append(token)
+
+    def rollback(self, count: int) -> None:
+        del self.text[-count:]
+
+    def fill_vocab_mask(self, mask, at: int) -> None:
+        mask[at] = token_bitmask(range(self.text[-1] + 1, self.vocab), self.vocab)
+
+
+def test_a_grammar_is_asked_along_a_tree_and_left_as_it_was():
+    from specattn.integrations.sglang.processed import TreeGrammar
+
+    vocab, tokens, parents = 40, [0, 5, 3, 33, 2, 39, 7], [-1, 0, 0, 1, 1, 3, 5]
+    grammar, mask = Counting(vocab), torch.full((len(tokens), 2), -1, dtype=torch.int32)
+    TreeGrammar(grammar).fill(tokens, parents, mask)
+    for node in (0, 1, 2, 3):
+        wanted = token_bitmask(range(tokens[node] + 1, vocab), vocab)
+        assert mask[node].tolist() == wanted.tolist()
+    # what is not allowed, what ends the text, and what would follow that
+    assert (mask[4:] == -1).all()
+    assert grammar.text == [0]

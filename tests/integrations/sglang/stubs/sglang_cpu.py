@@ -40,6 +40,15 @@ def register():
         module = import_module(name)
         module._is_cpu, module._is_xpu = False, True
 
+    # xgrammar's own, which SGLang calls on no CPU
+    grammars = import_module("sglang.srt.constrained.xgrammar_backend")
+    xgrammar = import_module("xgrammar")
+
+    def apply_vocab_mask(self, logits, vocab_mask):
+        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+    grammars.XGrammarGrammar.apply_vocab_mask = apply_vocab_mask
+
     if path := os.environ.get("SPECATTN_COUNTS"):
         from tests.integrations.sglang.counting import watch
 
