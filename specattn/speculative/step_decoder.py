@@ -506,9 +506,8 @@ class StepDecoder(ReadOnly):
     def _launch_of(self, part: StepPart, batch: int) -> StepLaunch:
         """Return what runs a part for a batch size, over shared buffers."""
         if batch not in self._launches:
-            buckets, tbo = self.runner.buckets, self.options.tbo
-            memory = self._memory if batch <= buckets[-1] else None
-            if memory is None:
+            buckets, memory, tbo = self.runner.buckets, self._memory, self.options.tbo
+            if memory is None or batch > len(memory.packed):
                 memory = StepMemory.alloc(self.setup, self._in_flight.host, batch, tbo=tbo)
             # of batches beyond the buckets, which have buffers of their own, the last one's stay
             kept = {size: one for size, one in self._launches.items() if size in buckets}
