@@ -102,6 +102,7 @@ STEP_NAMES: dict[str, tuple[str, ...]] = {
     f"{MAP}.publish": ("future_indices", "new_seq_lens"),
     f"{MAP}.stash": ("future_indices", "payload"),
     f"{MANAGERS}.overlap_utils.RelayPayload.from_draft_input": ("draft_input",),
+    f"{MANAGERS}.schedule_batch.get_alloc_reserve_per_decode": (),
     f"{MANAGERS}.schedule_batch.FINISH_ABORT": ("message", "status_code", "err_type"),
     f"{MANAGERS}.schedule_batch.ScheduleBatch": (
         "req_pool_indices",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import get_alloc_reserve_per_decode
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from specattn.cache.external import ExternalTable
@@ -91,7 +92,8 @@ class Steps:
     decoder : StepDecoder
         What runs them.
     longest : int
-        Tokens of prompt and answer that leave room for a step.
+        Tokens of prompt and answer that leave room for what SGLang reserves for steps, which is
+        never less than a step writes.
     vocab_size : int
         The target's.
     processed : Processed or None
@@ -119,7 +121,8 @@ class Steps:
         table = ExternalTable(req_to_token, reserved, num_slots=slots, page_size=page)
         dims = StateDims.of(models[1], config.proposals, draft_sampling=False)
         self.states = RequestStates.alloc(rows, dims, req_to_token.device)
-        self.longest = width - config.reserve_len
+        # SGLang writes that many columns past a text, whether or not a row has them
+        self.longest = width - (get_alloc_reserve_per_decode() + page - 1)
         self.vocab_size, self.target_ids = models[0].vocab_size, target_ids
         states = None
         if os.environ.get(PROCESSED_VARIABLE, "1") != "0":
