@@ -235,9 +235,9 @@ def test_a_processed_request_that_draws_and_one_beside_it():
 def test_an_answer_ends_with_the_context():
     """Before SGLang would write slots into another request's row."""
     found = run("full")["endless"]
-    steps, topk, _ = SETTINGS["full"].tree
-    length = len(prompts()[0]) + len(found["tokens"])
-    assert CONTEXT - 2 * topk * steps <= length <= CONTEXT
+    steps, topk, nodes = SETTINGS["full"].tree
+    length, row = len(prompts()[0]) + len(found["tokens"]), CONTEXT + 4 + nodes
+    assert length == row - 2 * max(topk * steps, nodes)
     assert found["end"]["type"] == "length"
     assert found["tokens"] == plain()[0][: len(found["tokens"])]
 
