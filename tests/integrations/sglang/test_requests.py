@@ -9,7 +9,7 @@ import torch
 
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import names
-from specattn.speculative.processors import token_bitmask
+from specattn.speculative.processors import ProcessorStates, token_bitmask
 
 pytestmark = pytest.mark.sglang
 PROCESSED = "penalties, min_p, biases, grammars and log-probabilities"
@@ -51,7 +51,7 @@ def request(new=8, prompt=4, rid="one", **asked):
     }
     own = {"return_logprob": False, "return_hidden_states": False, "grammar": None}
     own |= {"logprob": SimpleNamespace(top_logprobs_num=2, token_ids_logprob=None)}
-    own |= {"eos_token_ids": {2}, "tokenizer": None}
+    own |= {"eos_token_ids": {2}, "tokenizer": None, "output_ids": []}
     return SimpleNamespace(
         rid=rid,
         origin_input_ids=[1] * prompt,
@@ -206,3 +206,26 @@ def test_a_grammar_is_asked_along_a_tree_and_left_as_it_was():
     # what is not allowed, what ends the text, and what would follow that
     assert (mask[4:] == -1).all()
     assert grammar.text == [0]
+
+
+def test_rows_of_processed_requests_are_written_and_cleared():
+    """A request that was taken back comes with what it has written; prompts are not penalised."""
+    from specattn.integrations.sglang.processed import Processed
+
+    def admit(req):
+        batch = SimpleNamespace(reqs=[req], req_pool_indices_cpu=torch.tensor([2]))
+        processed.admit(batch)
+
+    states = ProcessorStates.alloc(4, 40, torch.device("cpu"))
+    processed = Processed(states)
+    admit(request(output_ids=[9]))
+    assert not states.history.any()
+    admit(request(frequency_penalty=0.5, output_ids=[5, 7, 5]))
+    assert states.history[2].nonzero().flatten().tolist() == [5, 7]
+    assert states.history[2, [5, 7]].tolist() == [4, 2]
+    assert (processed.among([1, 3]), processed.among([1, 2])) == (False, True)
+    admit(request(min_p=0.25, min_new_tokens=3, prompt=6, output_ids=[]))
+    assert (states.min_p[2].item(), states.ends_from[2].item()) == (0.25, 9)
+    admit(request(output_ids=[]))
+    assert not processed.among([2])
+    assert (states.kinds[2].item(), states.min_p[2].item()) == (0, 0)
