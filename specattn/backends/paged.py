@@ -104,10 +104,15 @@ class PagedBackend(ReadOnly, ABC):
         """Say which head counts and widths stand in the way."""
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to a causal plan of pages as declared; refuse others."""
+        """Bind to a causal plan of whole pages; refuse others by name."""
         if isinstance(plan, AttnPlan) and plan.layout.causal:
-            return self.bind_causal(plan)
-        if isinstance(plan, AttnPlan):
+            if plan.layout.page_size % self.page_size == 0:
+                return self.bind_causal(plan)
+            reason = (
+                f"page_size must be a multiple of {self.page_size}, "
+                f"got {plan.layout.page_size} (SpecConfig.page_size)"
+            )
+        elif isinstance(plan, AttnPlan):
             reason = "trees are not served, its kernels know causal masks only (topk 1)"
         elif isinstance(plan, CsrPlan):
             reason = "index lists are not served, its kernels read whole pages (indices='table')"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specattn.attention.layers import LayeredBackend, LayerGroup
+from specattn.attention.layers import LayeredBackend
 from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.backends import choose_backend, load_backend
 from specattn.backends.base import installed
@@ -258,7 +258,7 @@ def test_what_is_not_served_is_refused_by_name(name):
             backend.bind(plan)
     small = replace(case, layout=replace(case.layout, page_size=8))
     with pytest.raises(UnsupportedError, match=r"page_size must be a multiple of \d+, got 8"):
-        LayerGroup(backend, type(backend)).bind(plan_of(small))
+        backend.bind(plan_of(small))
     bound = backend.bind(plan_of(case))
     if not backend.capabilities.lse:
         with pytest.raises(UnsupportedError, match="returns no lse"):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.attention.layers import LayerGroup
 from specattn.backends.flashmla import FlashMlaBackend
 from specattn.config import AttnConfig
 from specattn.errors import UnsupportedError
@@ -127,14 +126,13 @@ def test_what_cannot_be_served_is_refused_by_name():
         "trees are not served": make_tree_case([9, 3], q_len=5, **FORM),
         "index lists are not served": make_lists_case([9], topk=2, step=1, **FORM),
         "prompts are not served": make_extend_case([(3, 4)], **FORM),
+        "page_size must be a multiple of 64, got 32": make_tree_case(
+            [3], mode="chain", q_len=1, **(FORM | {"page_size": 32})
+        ),
     }
     for reason, case in cases.items():
         with pytest.raises(UnsupportedError, match=reason):
             bind(case)
-    small = make_tree_case([3], mode="chain", q_len=1, **(FORM | {"page_size": 32}))
-    group = LayerGroup(FlashMlaBackend(config_of(small), torch.device(DEVICE)), FlashMlaBackend)
-    with pytest.raises(UnsupportedError, match="page_size must be a multiple of 64, got 32"):
-        group.bind(plan_of(small))
     case = make_tree_case([3], mode="chain", q_len=1, **FORM)
     bound = bind(case)
     bound.fill()
