@@ -39,7 +39,7 @@ def request_tiles(
     csr,
     extra,
 ):
-    """Return requests' prefix, start in the index table, first key tile, tiles and ``extra``."""
+    """Return prefixes, starts of indices, first key tiles, tiles and ``extra``."""
     if csr:
         begin = tl.load(seq_lens + ids, mask=ok, other=0)
         prefix = tl.load(seq_lens + ids + 1, mask=ok, other=0) - begin
