@@ -28,8 +28,10 @@ SMALL, LARGE = 2.0**-12, 2.0**10
 def scaled(model, by: float):
     """The same model, with other keys and values."""
     for block in getattr(model, "blocks", None) or [model.block]:
-        for name, factor in (("k", by), ("v", by), ("q", 1 / by), ("o", 1 / by)):
-            getattr(block, name).weight.mul_(factor)
+        queries = block.config.num_qo_heads * block.config.head_dim
+        block.qkv.weight[:queries].mul_(1 / by)
+        block.qkv.weight[queries:].mul_(by)
+        block.o.weight.mul_(1 / by)
     return model
 
 
