@@ -229,13 +229,11 @@ class Steps:
             write_logprobs(step, scored, output)
 
     def _log(self, seconds: float, nbytes: int) -> None:
-        reports = self.decoder.report()
-        graphs = [report for report in reports if report.recorded]
+        graphs = [report for report in self.decoder.report() if report.recorded]
         buckets = self.decoder.runner.buckets
         log.info(
             "%s: steps %d-%d-%d of up to %d requests, attention %s; "
-            "%d graphs of %d batch sizes in %.1f s, %.0f MiB, of which buffers and workspaces "
-            "outside of graphs %.0f MiB",
+            "%d graphs of %d batch sizes in %.1f s, %.0f MiB",
             ALGORITHM,
             self.decoder.config.num_steps,
             self.decoder.config.topk,
@@ -246,7 +244,6 @@ class Steps:
             len(buckets),
             seconds,
             nbytes / MIB,
-            (nbytes - sum(report.nbytes for report in graphs)) / MIB,
         )
 
 
