@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 class DeterministicKernels(TreeKernels):
     """Tables and launches of one bucket; see `TreeKernels`."""
 
-    paths: tuple[Tensor, Tensor]
-
     def __init__(
         self, bucket: TreeAttention, tile: TileConfig | None, splits: DeterministicSplits
     ) -> None:
@@ -52,10 +50,19 @@ class DeterministicKernels(TreeKernels):
         super().__init__(bucket, tile)
         self.merge_tile = MergeTile(8, 8)
         rows, width = bucket.batch * bucket.q_len, 1 + cdiv(bucket.tail_len, tile.block_n)
-        self.paths = (
-            torch.zeros(rows, width * tile.block_n, dtype=torch.int32, device=bucket.device),
-            torch.zeros(rows, dtype=torch.int32, device=bucket.device),
+        self.paths = torch.zeros(
+            rows, width * tile.block_n, dtype=torch.int32, device=bucket.device
         )
+        self.path_lens = torch.zeros(rows, dtype=torch.int32, device=bucket.device)
+        self.path_options = {
+            "DETERMINISTIC": True,
+            "PARTIAL_TILES": self.partial_tiles,
+            "EXTRA": self.extra,
+            "TOKENS": next_power_of_2((tile.block_m - 2) // bucket.group + 2),
+            "WIDTH": self.paths.shape[1],
+            "paths": self.paths,
+            "path_lens": self.path_lens,
+        }
 
     def choose_tile(self, bucket: TreeAttention) -> TileConfig:
         """Choose the one tile of the geometry."""
@@ -80,13 +87,12 @@ class DeterministicKernels(TreeKernels):
         """List the paths of all query tokens, after `fill`."""
         if not bucket.csr and (tail.slots is None or tail.words is None):
             raise ValueError("tail_slots and tail_words must be given without csr")
-        paths, lengths = self.paths
-        path_kernel[(len(paths),)](
+        path_kernel[(len(self.paths),)](
             self.tables.requests,
             indices,
             *tail,
-            paths,
-            lengths,
+            self.paths,
+            self.path_lens,
             *tail.strides,
             Q_LEN=bucket.q_len,
             TAIL=bucket.tail_len,
@@ -94,6 +100,6 @@ class DeterministicKernels(TreeKernels):
             WINDOW=bucket.window_left,
             CSR=bucket.csr,
             BN=self.grid.tile.block_n,
-            WIDTH=paths.shape[1],
+            WIDTH=self.paths.shape[1],
             num_warps=2,
         )

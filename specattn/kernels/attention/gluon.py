@@ -159,35 +159,46 @@ def launch_extend(
     tile: GluonTile,
 ) -> None:
     """Launch prompt attention; arguments as `extend_attention` has checked them."""
-    from specattn.kernels.attention.gluon_extend import gluon_extend_kernel
+    from specattn.kernels.attention.gluon_tree import gluon_tree_kernel
 
     group, batch = q.shape[1] // k_cache.shape[1], len(seq_lens)
     blocks = cdiv(max_q_len * group, tile.block_m)
     page, k_pages, v_pages = _pages(tile, k_cache, v_cache, page_size)
-    gluon_extend_kernel[(blocks * batch * k_cache.shape[1],)](
+    # neither tail, plan nor partial results are read
+    absent = [seq_lens] * 8
+    gluon_tree_kernel[(blocks * batch * k_cache.shape[1],)](
         q,
         k_cache,
         v_cache,
         out,
         seq_lens if lse is None else lse,
-        qo_indptr,
-        seq_lens,
-        req_pool_indices,
         req_to_token,
+        *absent,
         sinks,
         k_pages,
         v_pages,
         *factors,
         v_scale,
-        req_to_token.stride(0),
-        batch,
+        *(0,) * 5,
+        Q_LEN=1,
+        TAIL=0,
+        WORDS=0,
         WINDOW=window_left,
         HAS_CAP=factors[2] > 0,
+        CSR=False,
         GROUP=group,
         NUM_KV=k_cache.shape[1],
         HEAD_DIM=q.shape[2],
         **_constants(tile, q, k_cache, v_cache, out, lse),
+        MT=1,
         PAGE=page,
+        PREFETCH=False,
+        qo_indptr=qo_indptr,
+        seq_lens=seq_lens,
+        table_rows=req_pool_indices,
+        stride_table=req_to_token.stride(0),
+        batch=batch,
+        launch_pdl=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""Device code of tree attention for Hopper: that of `triton_tree`, in Gluon.
+"""Device code of attention for Hopper: that of `triton_tree`, in Gluon.
 
 A producer warpgroup and one or two consumers walk the split's segments; see `gluon_tile`.
 
@@ -102,6 +102,23 @@ class Work:
     stride_tail_pos: gl.tensor
     stride_words: gl.tensor
     stride_words_q: gl.tensor
+    # of prompts, whose CTAs have a block of rows of a request (in place of a split) each, else None
+    qo_indptr: object
+    seq_lens: object
+    table_rows: object
+    stride_table: object
+
+
+@gluon.jit
+def _block(work, c, t):
+    """Return a prompt's first row, tokens and prefix, a block's end positions."""
+    BM: gl.constexpr = t.GROUPS * 64
+    first_row = gl.load(work.qo_indptr + work.split)
+    tokens = gl.load(work.qo_indptr + work.split + 1) - first_row
+    cached = gl.load(work.seq_lens + work.split)
+    first_pos = cached + work.m_tile * BM // c.GROUP
+    last_pos = cached + gl.minimum((work.m_tile * BM + BM - 1) // c.GROUP, tokens - 1)
+    return first_row, tokens, cached, first_pos, last_pos
 
 
 @gluon.jit
@@ -116,13 +133,25 @@ def _load_request(entry, t):
 
 
 @gluon.jit
-def _first_segment(work, t):
+def _first_segment(work, c, t):
     """Load a split's tiles and first segment: tile, request, its numbers."""
-    entry = work.splits + work.split * 8
-    left = gl.load(entry, cache_modifier=t.CACHE).to(gl.int32)
-    tile = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
-    req = gl.load(entry + 2, cache_modifier=t.CACHE).to(gl.int32)
-    base, prefix_len, first_tile, partials, merge_rank = _load_request(entry + 3, t)
+    if t.CAUSAL:
+        # all keys of the rows, which have no tail
+        _first_row, tokens, _cached, first_pos, last_pos = _block(work, c, t)
+        base = gl.load(work.table_rows + work.split) * work.stride_table
+        prefix_len = last_pos + 1
+        first_tile = 0
+        if t.WINDOW >= 0:
+            first_tile = gl.maximum(first_pos - t.WINDOW, 0) // t.BN
+        has_rows = work.m_tile * t.GROUPS * 64 < tokens * c.GROUP
+        left = gl.where(has_rows, last_pos // t.BN + 1 - first_tile, 0)
+        tile, req, partials, merge_rank = 0, work.split, 1, 0
+    else:
+        entry = work.splits + work.split * 8
+        left = gl.load(entry, cache_modifier=t.CACHE).to(gl.int32)
+        tile = gl.load(entry + 1, cache_modifier=t.CACHE).to(gl.int32)
+        req = gl.load(entry + 2, cache_modifier=t.CACHE).to(gl.int32)
+        base, prefix_len, first_tile, partials, merge_rank = _load_request(entry + 3, t)
     return left, tile, req, base, prefix_len, first_tile, partials, merge_rank
 
 
@@ -139,10 +168,12 @@ def _bounds(tile, left, prefix_len, first_tile, t):
 
 @gluon.jit
 def _query_positions(work, req, prefix_len, c, t):
-    """Lowest and highest position among a request's query tokens."""
+    """Lowest and highest position among a request's query tokens, or a block's."""
     low = prefix_len - 1
     high = low
-    if not c.CSR:
+    if t.CAUSAL:
+        _first_row, _tokens, _cached, low, high = _block(work, c, t)
+    elif not c.CSR:
         row = work.positions + req.to(gl.int64) * work.stride_pos
         low = gl.load(row, cache_modifier=t.CACHE).to(gl.int32)
         high = low
@@ -156,14 +187,14 @@ def _query_positions(work, req, prefix_len, c, t):
 @gluon.jit
 def _produce(ring, work, t, c, pools):
     """Bring the tiles of the split's segments into the ring."""
-    left, tile, req, base, prefix_len, first_tile, _, _ = _first_segment(work, t)
+    left, tile, req, base, prefix_len, first_tile, _, _ = _first_segment(work, c, t)
     stage = 0
     phase = 1
     while left > 0:
         begin, _, count = _bounds(tile, left, prefix_len, first_tile, t)
         # the next request's numbers arrive while this one's tiles are brought
         next_base, next_prefix, next_first = base, prefix_len, first_tile
-        if left > count:
+        if not t.CAUSAL and left > count:
             next_base, next_prefix, next_first, _, _ = _load_request(
                 work.requests + (req + 1) * 8, t
             )
@@ -186,6 +217,12 @@ def _produce(ring, work, t, c, pools):
             phase,
         )
         left -= count
+        if t.CAUSAL:
+            # as in `_consume`
+            next_base += left
+            next_prefix += left
+            next_first += left
+            left = 0
         tile = 0
         req += 1
         base, prefix_len, first_tile = next_base, next_prefix, next_first
@@ -193,9 +230,12 @@ def _produce(ring, work, t, c, pools):
 
 
 @gluon.jit
-def _convert(raw, ring, work, raw_t, t, WARPS: gl.constexpr, VALUES: gl.constexpr):
+def _convert(raw, ring, work, raw_t, t, c, WARPS: gl.constexpr, VALUES: gl.constexpr):
     """Convert all tiles of the split, whosever they are."""
-    count = gl.load(work.splits + work.split * 8).to(gl.int32)
+    if t.CAUSAL:
+        count, _, _, _, _, _, _, _ = _first_segment(work, c, t)
+    else:
+        count = gl.load(work.splits + work.split * 8).to(gl.int32)
     convert(raw, ring, raw_t, t, count, WARPS, VALUES)
 
 
@@ -214,10 +254,15 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
     o_row = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, values))
     q_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, loads))
     o_col = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, values))
-    s_ok = s_row < c.Q_LEN * GROUP
+    tokens = c.Q_LEN
+    if t.CAUSAL:
+        prompt_row, tokens, cached, first_pos, _last_pos = _block(work, c, t)
+    s_ok = s_row < tokens * GROUP
     token = s_row // GROUP
     q_tile = ring.q.index(WG)
-    left, tile, req, _base, prefix_len, first_tile, partials, merge_rank = _first_segment(work, t)
+    left, tile, req, _base, prefix_len, first_tile, partials, merge_rank = _first_segment(
+        work, c, t
+    )
     if t.PREFETCH:
         # in every CTA: whatever starts after this kernel finds all before it complete
         gdc_wait()
@@ -232,15 +277,16 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             partials,
             merge_rank,
         )
-        if left > count:
+        if not t.CAUSAL and left > count:
             _base, next_prefix, next_first, next_partials, next_rank = _load_request(
                 work.requests + (req + 1) * 8, t
             )
-        q_at = (req * c.Q_LEN + q_row // GROUP).to(gl.int64) * c.Q_TOKEN
+        first_row = prompt_row if t.CAUSAL else req * c.Q_LEN
+        q_at = (first_row + q_row // GROUP).to(gl.int64) * c.Q_TOKEN
         q_at += (work.head * GROUP + q_row % GROUP) * c.Q_HEAD
         queries = gl.load(
             rows.q + q_at[:, None] + q_col[None, :],
-            mask=(q_row < c.Q_LEN * GROUP)[:, None],
+            mask=(q_row < tokens * GROUP)[:, None],
             other=0.0,
         )
         q_tile.store(queries.to(q_tile.dtype))
@@ -251,15 +297,19 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
         # the low halves are enough of a position
         tail_pos_row = tail_pos_row.to(gl.pointer_type(gl.int32), bitcast=True)
         clear_from = 0
+        clear_to = prefix_len
         pos_q = token
         if t.WINDOW >= 0:
             _low, high = _query_positions(work, req, prefix_len, c, t)
             clear_from = high - t.WINDOW
             if c.CSR:
                 pos_q = prefix_len - 1 + token * 0
-            else:
+            elif not t.CAUSAL:
                 pos_row = work.positions + req.to(gl.int64) * work.stride_pos
                 pos_q = gl.load(pos_row + gl.minimum(token, c.Q_LEN - 1)).to(gl.int32)
+        if t.CAUSAL:
+            clear_to = first_pos + 1
+            pos_q = cached + gl.minimum(token, tokens - 1)
         top, total = start(rows.sinks, work.head * GROUP + s_row % GROUP, tile == 0, factors, t)
         acc, total, log2_sum, stage, phase = attend(
             ring,
@@ -269,7 +319,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             end,
             count,
             clear_from,
-            prefix_len,
+            clear_to,
             prefix_len,
             word_row,
             s_ok,
@@ -285,16 +335,16 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
         if rows.sinks is not None:  # noqa: SIM102  # known when the kernel is compiled; the next is not
             if end <= begin:
                 acc = gl.zeros([64, HEAD_DIM], gl.float32, values)
-        if partials == 1:
-            at = (req * c.Q_LEN + o_row // GROUP).to(gl.int64) * c.OUT_TOKEN
+        if t.CAUSAL or partials == 1:
+            at = (first_row + o_row // GROUP).to(gl.int64) * c.OUT_TOKEN
             at += (work.head * GROUP + o_row % GROUP) * c.OUT_HEAD
             gl.store(
                 rows.out + at[:, None] + o_col[None, :],
                 acc.to(dtype),
-                mask=(o_row < c.Q_LEN * GROUP)[:, None],
+                mask=(o_row < tokens * GROUP)[:, None],
             )
             if c.HAS_LSE:
-                at = (req * c.Q_LEN + token).to(gl.int64) * c.LSE_TOKEN
+                at = (first_row + token).to(gl.int64) * c.LSE_TOKEN
                 at += (work.head * GROUP + s_row % GROUP) * c.LSE_HEAD
                 gl.store(
                     rows.lse + at,
@@ -311,6 +361,15 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             )
             gl.store(rows.partial_lse + block + s_row, gl.where(total > 0.0, log2_sum, EMPTY))
         left -= count
+        if t.CAUSAL:
+            # one turn. A pass of the compiler that takes this for a loop must find what follows
+            # from these to differ in every turn, or it computes it ahead, and holds it
+            prompt_row += left
+            tokens += left
+            cached += left
+            first_pos += left
+            next_prefix += left
+            left = 0
         tile = 0
         req += 1
         prefix_len, first_tile, partials, merge_rank = (
@@ -329,6 +388,8 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
         "stride_tail_pos",
         "stride_words",
         "stride_words_q",
+        "stride_table",
+        "batch",
     ]
 )
 def gluon_tree_kernel(
@@ -390,8 +451,18 @@ def gluon_tree_kernel(
     CONVERTER_REGS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PREFETCH: gl.constexpr,
+    # of prompts
+    qo_indptr=None,  # [B + 1] int32
+    seq_lens=None,  # [B] int32
+    table_rows=None,  # [B] int64
+    stride_table=None,
+    batch=None,
 ):
-    """Walk a split's segments: one CTA per (split, KV head, M tile)."""
+    """Walk a split's segments: one CTA per (split, KV head, M tile).
+
+    Prompts have neither plan nor tail: one CTA per (block of rows, request, KV head).
+    """
+    CAUSAL: gl.constexpr = qo_indptr is not None
     FLOAT8: gl.constexpr = RAW > 0
     # over float8 keys, what the producer fills is another ring
     CACHE: gl.constexpr = ".cg" if PREFETCH else ""
@@ -399,7 +470,7 @@ def gluon_tree_kernel(
         TAIL,
         WORDS,
         WINDOW,
-        False,
+        CAUSAL,
         HAS_CAP,
         HEAD_DIM,
         GROUPS,
@@ -432,7 +503,7 @@ def gluon_tree_kernel(
             TAIL,
             WORDS,
             WINDOW,
-            False,
+            CAUSAL,
             HAS_CAP,
             HEAD_DIM,
             GROUPS,
@@ -448,10 +519,18 @@ def gluon_tree_kernel(
     else:
         ring = make_ring(k_cache.dtype.element_ty, t, PRODUCERS * 32 if PAGE == 1 else 1)
     pid = gl.program_id(0)
+    split = pid // (MT * NUM_KV)
+    head = pid // MT % NUM_KV
+    m_tile = pid % MT
+    if CAUSAL:
+        head = pid % NUM_KV
+        split = pid // NUM_KV % batch
+        # the last blocks have most keys: they start first
+        m_tile = (gl.num_programs(0) - 1 - pid) // (NUM_KV * batch)
     work = Work(
-        pid // (MT * NUM_KV),
-        pid // MT % NUM_KV,
-        pid % MT,
+        split,
+        head,
+        m_tile,
         requests,
         splits,
         indices,
@@ -464,6 +543,10 @@ def gluon_tree_kernel(
         stride_tail_pos,
         stride_words,
         stride_words_q,
+        qo_indptr,
+        seq_lens,
+        table_rows,
+        stride_table,
     )
     if not PREFETCH:
         gdc_wait()
@@ -473,8 +556,8 @@ def gluon_tree_kernel(
             gl.warp_specialize(
                 [
                     (_consume, (ring, work, t, c, rows, factors, 0)),
-                    (_convert, (raw, ring, work, raw_t, t, CONVERTERS, False)),
-                    (_convert, (raw, ring, work, raw_t, t, CONVERTERS, True)),
+                    (_convert, (raw, ring, work, raw_t, t, c, CONVERTERS, False)),
+                    (_convert, (raw, ring, work, raw_t, t, c, CONVERTERS, True)),
                     (_produce, (raw, work, raw_t, c, pools)),
                 ],
                 [CONVERTERS, CONVERTERS, PRODUCERS],
@@ -485,8 +568,8 @@ def gluon_tree_kernel(
                 [
                     (_consume, (ring, work, t, c, rows, factors, 0)),
                     (_consume, (ring, work, t, c, rows, factors, 1)),
-                    (_convert, (raw, ring, work, raw_t, t, CONVERTERS, False)),
-                    (_convert, (raw, ring, work, raw_t, t, CONVERTERS, True)),
+                    (_convert, (raw, ring, work, raw_t, t, c, CONVERTERS, False)),
+                    (_convert, (raw, ring, work, raw_t, t, c, CONVERTERS, True)),
                     (_produce, (raw, work, raw_t, c, pools)),
                 ],
                 [4, CONVERTERS, CONVERTERS, PRODUCERS],

@@ -1,7 +1,8 @@
 """Launches of a bucket's kernels, of prompts, and of merges of results.
 
 A bucket takes three launches: a plan (`triton_plan`, once per step), the kernel (`triton_tree`, or
-`gluon_tree` where the tile says so) and a merge (`triton_merge`), once per layer.
+`gluon_tree` where the tile says so) and a merge (`triton_merge`), once per layer. Prompts take that
+kernel alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from specattn.kernels.attention.tiles import (
     tile_config,
 )
 from specattn.kernels.attention.tree import Grid, Operands, Tail, TreeAttention, row_strides
-from specattn.kernels.attention.triton_extend import extend_kernel
 from specattn.kernels.attention.triton_merge import merge_kernel, merge_lse_kernel
 from specattn.kernels.attention.triton_plan import PlanRequest, TreePlan, fill_plans
 from specattn.kernels.attention.triton_tree import tree_attention_kernel
@@ -44,10 +44,10 @@ class TreeKernels:
 
     tables: TreePlan
     merge_tile: MergeTile
-    # of deterministic attention: tiles of a partial result, and the paths of query tokens
+
+    # of deterministic attention: tiles of a partial result, tiles that paths are worth
     partial_tiles = 0
     extra = 0
-    paths: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     def __init__(self, bucket: TreeAttention, tile: TileConfig | None) -> None:
         self.grid = grid = Grid.of(bucket, tile or self.choose_tile(bucket))
@@ -66,6 +66,8 @@ class TreeKernels:
         )
         # programmatic dependent launch: the next kernel's CTAs start while this one drains
         self.launch_options = launch_options(bucket.device)
+        # of deterministic attention: the paths, and their constants
+        self.path_options: dict[str, Any] = {}
 
     def choose_tile(self, bucket: TreeAttention) -> TileConfig:
         """Choose from the tile table of the kernel that serves the bucket."""
@@ -127,26 +129,26 @@ class TreeKernels:
             self.tables.splits,
             *bucket.workspace,
             bucket.sinks,
-            *self.paths,
             *bucket.factors,
             bucket.v_scale if bucket.kv_dtype == FLOAT8 else None,
             *row_strides(q),
             *row_strides(out),
             *row_strides(lse),
             *tail.strides,
-            **head_constants(bucket, k_cache, v_cache),
+            **_pool_constants(k_cache, v_cache),
+            Q_LEN=bucket.q_len,
             TAIL=bucket.tail_len,
             WORDS=bucket.words,
+            WINDOW=bucket.window_left,
+            HAS_CAP=bucket.has_cap,
             CSR=bucket.csr,
+            GROUP=bucket.group,
             BM=tile.block_m,
             BN=tile.block_n,
             MT=grid.m_tiles,
             STAGES=tile.stages,
             SHORT=tile.short,
-            PARTIAL_TILES=self.partial_tiles,
-            EXTRA=self.extra,
-            TOKENS=next_power_of_2((tile.block_m - 2) // bucket.group + 2),
-            WIDTH=0 if self.paths[0] is None else self.paths[0].shape[1],
+            **self.path_options,
             **tile_options(tile),
             **self.launch_options,
         )
@@ -187,22 +189,18 @@ class TreeKernels:
         )
 
 
-def head_constants(bucket: TreeAttention, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
-    """Return what a bucket's kernels know of heads and pools."""
+def _pool_constants(k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
+    """Return what the kernel knows of the pools."""
     return {
         "K_SLOT": k_cache.stride(0),
         "K_HEAD": k_cache.stride(1),
         "V_SLOT": v_cache.stride(0),
         "V_HEAD": v_cache.stride(1),
-        "Q_LEN": bucket.q_len,
-        "WINDOW": bucket.window_left,
-        "HAS_CAP": bucket.has_cap,
-        "GROUP": bucket.group,
-        "NUM_KV": bucket.num_kv_heads,
-        "HEAD_DIM": bucket.head_dim,
-        "V_DIM": bucket.v_head_dim,
-        "D_PAD": padded(bucket.head_dim),
-        "V_PAD": padded(bucket.v_head_dim),
+        "NUM_KV": k_cache.shape[1],
+        "HEAD_DIM": k_cache.shape[2],
+        "V_DIM": v_cache.shape[2],
+        "D_PAD": padded(k_cache.shape[2]),
+        "V_PAD": padded(v_cache.shape[2]),
     }
 
 
@@ -268,39 +266,42 @@ def extend_attention(
     tile = tile or extend_tile_config(
         head_dim, v_head_dim, k_cache.dtype, DeviceLimits.of(q.device)
     )
-    extend_kernel[(cdiv(max_q_len * group, tile.block_m), kv_heads, len(seq_lens))](
+    tree_attention_kernel[(cdiv(max_q_len * group, tile.block_m), kv_heads, len(seq_lens))](
         q,
         k_cache,
         v_cache,
         out,
         lse,
-        qo_indptr,
-        seq_lens,
-        req_pool_indices,
         req_to_token,
+        # neither tail, plan nor partial results
+        *(None,) * 8,
         sinks,
         *factors,
         v_scale if k_cache.dtype == FLOAT8 else None,
-        req_to_token.stride(0),
         *row_strides(q),
         *row_strides(out),
         *row_strides(lse),
-        K_SLOT=k_cache.stride(0),
-        K_HEAD=k_cache.stride(1),
-        V_SLOT=v_cache.stride(0),
-        V_HEAD=v_cache.stride(1),
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        V_DIM=v_head_dim,
-        D_PAD=padded(head_dim),
-        V_PAD=padded(v_head_dim),
-        HAS_CAP=factors[2] > 0,
+        *(0,) * 5,
+        **_pool_constants(k_cache, v_cache),
+        Q_LEN=1,
+        TAIL=0,
+        WORDS=0,
         WINDOW=window_left,
+        HAS_CAP=factors[2] > 0,
+        CSR=False,
+        GROUP=group,
         BM=tile.block_m,
         BN=tile.block_n,
+        MT=1,
         STAGES=tile.stages,
+        SHORT=0,
         DETERMINISTIC=deterministic,
+        qo_indptr=qo_indptr,
+        seq_lens=seq_lens,
+        table_rows=req_pool_indices,
+        stride_table=req_to_token.stride(0),
         **tile_options(tile),
+        **launch_options(q.device),
     )
 
 

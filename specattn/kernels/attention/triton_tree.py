@@ -214,8 +214,6 @@ def tree_attention_kernel(
     partial_out,  # [partials, NUM_KV, MT, BM, V_DIM], out
     partial_lse,  # [partials, NUM_KV, MT, BM] float32, out, base 2
     sinks,  # [Hq] natural logits, or None
-    paths,  # [B * Q_LEN, WIDTH] int32, with PARTIAL_TILES, or None
-    path_lens,  # [B * Q_LEN] int32, or None
     base2,
     cap_in,
     cap_out,
@@ -252,13 +250,25 @@ def tree_attention_kernel(
     MT: tl.constexpr,
     STAGES: tl.constexpr,
     SHORT: tl.constexpr,
-    PARTIAL_TILES: tl.constexpr,
-    EXTRA: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
+    DETERMINISTIC: tl.constexpr = False,
+    # of deterministic trees and lists
+    PARTIAL_TILES: tl.constexpr = 0,
+    EXTRA: tl.constexpr = 0,
+    TOKENS: tl.constexpr = 1,
+    WIDTH: tl.constexpr = 0,
+    paths=None,  # [B * Q_LEN, WIDTH] int32
+    path_lens=None,  # [B * Q_LEN] int32
+    # of prompts
+    qo_indptr=None,  # [B + 1] int32
+    seq_lens=None,  # [B] int32
+    table_rows=None,  # [B] int64
+    stride_table=None,
 ):
     """Walk a split's segments: one CTA per (split, M tile, KV head).
+
+    Prompts have no plan and no tail: a CTA per (M tile, KV head, request) takes all keys of its
+    rows, masked by position.
 
     With ``PARTIAL_TILES`` a segment ends where that many tiles of the request do, counted from
     position 0. Of what follows the last full tile of the prefix, every query token then reads its
@@ -268,28 +278,55 @@ def tree_attention_kernel(
     """
     # tail keys whose words are read
     MASKED_TAIL: tl.constexpr = 0 if PARTIAL_TILES else TAIL
-    # whether full tiles and paths are all there is. Beside a cap there are masks: they keep the
-    # compiler from fusing its product into what follows, as it cannot in a path
-    BARE: tl.constexpr = PARTIAL_TILES > 0 and WINDOW < 0 and not HAS_CAP
+    PROMPT: tl.constexpr = qo_indptr is not None
+    # how far back a row sees, or -1: in prompts, positions keep it from seeing later keys, too
+    REACH: tl.constexpr = 2147483647 if PROMPT and WINDOW < 0 else WINDOW
+    # whether there are tiles without a mask, which keeps the compiler from fusing a cap's product
+    # into what follows, as it can without
+    FULL: tl.constexpr = (WINDOW < 0 or PROMPT) and not (DETERMINISTIC and HAS_CAP)
+    # whether these and paths are all there is
+    BARE: tl.constexpr = PARTIAL_TILES > 0 and FULL
     pid = tl.program_id(0)
     head = pid % NUM_KV
     m_tile = pid // NUM_KV % MT
     split = pid // (NUM_KV * MT)
+    if PROMPT:
+        # the last M tiles have most keys: they start first
+        m_tile = tl.num_programs(0) - 1 - pid
+        head = tl.program_id(1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     packed = m_tile * BM + tl.arange(0, BM)  # [BM]
     token = packed // GROUP
     q_head = head * GROUP + packed % GROUP
-    row_ok = packed < Q_LEN * GROUP
+    q_len = Q_LEN
+    if PROMPT:
+        req = tl.program_id(2)
+        first_row = tl.load(qo_indptr + req)
+        q_len = tl.load(qo_indptr + req + 1) - first_row
+    row_ok = packed < q_len * GROUP
     r = tl.arange(0, BN)  # [BN]
     k_head = k_cache + head.to(tl.int64) * K_HEAD
     v_head = v_cache + head.to(tl.int64) * V_HEAD
-    entry = splits + split * 8
-    left = tl.load(entry).to(tl.int32)
-    tile = tl.load(entry + 1).to(tl.int32)
-    req = tl.load(entry + 2).to(tl.int32)
-    base, prefix_len, first_tile, partials, merge_rank = load_request(entry + 3)
+    if PROMPT:
+        cached = tl.load(seq_lens + req)
+        first_pos = cached + m_tile * BM // GROUP
+        # up to the last row's own key
+        prefix_len = cached + tl.minimum((m_tile * BM + BM - 1) // GROUP, q_len - 1) + 1
+        base = tl.load(table_rows + req) * stride_table
+        first_tile = tl.maximum(first_pos - REACH, 0) // BN
+        left = (prefix_len + BN - 1) // BN - first_tile
+        left = tl.where(m_tile * BM < q_len * GROUP, left, 0)
+        tile = 0
+        partials = 1
+        merge_rank = 0
+    else:
+        entry = splits + split * 8
+        left = tl.load(entry).to(tl.int32)
+        tile = tl.load(entry + 1).to(tl.int32)
+        req = tl.load(entry + 2).to(tl.int32)
+        base, prefix_len, first_tile, partials, merge_rank = load_request(entry + 3)
     while left > 0:
         kv_len = prefix_len + TAIL
         tiles = tl.maximum((kv_len + BN - 1) // BN - first_tile, 1)
@@ -300,16 +337,23 @@ def tree_attention_kernel(
         begin = (first_tile + tile) * BN
         end = tl.minimum(kv_len, (first_tile + stop) * BN)
         index_row = indices + base
-        # full tiles of the prefix need no mask at all; a window masks every tile
+        # full tiles of the prefix need no mask at all; a window masks every tile of a tree
+        full_begin = begin
         full_end = begin
-        if WINDOW < 0:
+        if PROMPT:
+            if FULL:
+                full_end = tl.maximum((first_pos + 1) // BN * BN, begin)
+            if WINDOW >= 0:
+                full_begin = (tl.maximum(prefix_len - 1 - WINDOW, 0) + BN - 1) // BN * BN
+                full_begin = tl.minimum(full_begin, full_end)
+        elif FULL:
             full_end = tl.maximum(tl.minimum(end, prefix_len) // BN * BN, begin)
             full_end = tl.where(full_end - begin <= SHORT * BN, begin, full_end)
         if PARTIAL_TILES:
             end = tl.maximum(tl.minimum(end, prefix_len) // BN * BN, begin)
             full_end = end if BARE else begin
 
-        q_row = (req * Q_LEN + token).to(tl.int64)  # [BM]
+        q_row = ((first_row if PROMPT else req * Q_LEN) + token).to(tl.int64)  # [BM]
         q_rows = q + q_row * stride_q + q_head * stride_q_head
         q_tile = as_factor(load_query(q_rows, row_ok, HEAD_DIM, D_PAD), k_cache)
         tail_row = tail_slots
@@ -320,8 +364,10 @@ def tree_attention_kernel(
             word_row += req.to(tl.int64) * stride_words + token * stride_words_q  # [BM]
         pos_q = None
         first_key = 0
-        if WINDOW >= 0:
-            if CSR:
+        if REACH >= 0:
+            if PROMPT:
+                pos_q = cached + tl.minimum(token, q_len - 1)
+            elif CSR:
                 pos_q = prefix_len - 1 + packed * 0
             else:
                 # rows past the last repeat it
@@ -331,10 +377,14 @@ def tree_attention_kernel(
                 # the low halves are enough of a position
                 tail_pos_row += req.to(tl.int64) * stride_tail_pos
                 tail_pos_row = tail_pos_row.to(tl.pointer_type(tl.int32), bitcast=True)
+        if WINDOW >= 0:
             first_key = tl.maximum(tl.min(pos_q, 0) - WINDOW, 0)
 
         # what both loops read first, before either starts: the latencies overlap
         raw_index = _load_index(index_row, full_end + r, first_key, prefix_len)
+        raw_left = raw_index
+        if PROMPT and WINDOW >= 0:
+            raw_left = _load_index(index_row, begin + r, first_key, prefix_len)
         raw_tail = None
         raw_pos = None
         word0 = None
@@ -353,18 +403,56 @@ def tree_attention_kernel(
         if sinks is not None and not PARTIAL_TILES:
             top, total = start_from_sinks(sinks + q_head, tile == 0, base2, HAS_CAP)
         acc = tl.zeros([BM, V_PAD], tl.float32)
-        if WINDOW < 0:
-            raw_full = _load_index(index_row, begin + r, 0, prefix_len)
-            for start in tl.range(begin, full_end, BN, num_stages=STAGES):
-                slots = raw_full
-                raw_full = _load_index(index_row, start + BN + r, 0, prefix_len)
-                acc, top, total = attend_tile(
+        # of prompts under a window, keys that not all rows see any more; full tiles; the rest
+        for part in tl.static_range(0 if PROMPT and WINDOW >= 0 else 1, 3):
+            if part == 1:
+                if FULL:
+                    raw_full = _load_index(index_row, full_begin + r, 0, prefix_len)
+                    for start in tl.range(full_begin, full_end, BN, num_stages=STAGES):
+                        slots = raw_full
+                        raw_full = _load_index(index_row, start + BN + r, 0, prefix_len)
+                        acc, top, total = attend_tile(
+                            q_tile,
+                            acc,
+                            top,
+                            total,
+                            slots,
+                            None,
+                            k_head,
+                            v_head,
+                            base2,
+                            cap_in,
+                            cap_out,
+                            K_SLOT,
+                            V_SLOT,
+                            HEAD_DIM,
+                            V_DIM,
+                            D_PAD,
+                            V_PAD,
+                            HAS_CAP,
+                        )
+            elif not BARE:
+                acc, top, total = _masked_tiles(
                     q_tile,
                     acc,
                     top,
                     total,
-                    slots,
-                    None,
+                    begin if part == 0 else full_end,
+                    full_begin if part == 0 else end,
+                    raw_left if part == 0 else raw_index,
+                    raw_tail,
+                    raw_pos,
+                    word0,
+                    word1,
+                    word2,
+                    index_row,
+                    tail_row,
+                    tail_pos_row,
+                    word_row,
+                    pos_q,
+                    row_ok,
+                    first_key,
+                    prefix_len,
                     k_head,
                     v_head,
                     base2,
@@ -377,47 +465,12 @@ def tree_attention_kernel(
                     D_PAD,
                     V_PAD,
                     HAS_CAP,
+                    MASKED_TAIL,
+                    WORDS,
+                    REACH,
+                    BN,
+                    STAGES,
                 )
-        if not BARE:
-            acc, top, total = _masked_tiles(
-                q_tile,
-                acc,
-                top,
-                total,
-                full_end,
-                end,
-                raw_index,
-                raw_tail,
-                raw_pos,
-                word0,
-                word1,
-                word2,
-                index_row,
-                tail_row,
-                tail_pos_row,
-                word_row,
-                pos_q,
-                row_ok,
-                first_key,
-                prefix_len,
-                k_head,
-                v_head,
-                base2,
-                cap_in,
-                cap_out,
-                K_SLOT,
-                V_SLOT,
-                HEAD_DIM,
-                V_DIM,
-                D_PAD,
-                V_PAD,
-                HAS_CAP,
-                MASKED_TAIL,
-                WORDS,
-                WINDOW,
-                BN,
-                STAGES,
-            )
         if PARTIAL_TILES:
             # the tokens whose rows are in this M tile
             first_token = m_tile * BM // GROUP
@@ -458,7 +511,7 @@ def tree_attention_kernel(
         if PARTIAL_TILES and sinks is not None:
             # the merge adds them, after all keys
             whole = False
-        if whole:
+        if PROMPT or whole:
             store_rows(
                 out + q_row * stride_out + q_head * stride_out_head,
                 acc,
@@ -486,10 +539,16 @@ def tree_attention_kernel(
             lse_ok = row_ok if PARTIAL_TILES else None
             tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY), mask=lse_ok)
         left -= stop - tile
+        if PROMPT:
+            # one turn. A pass of the compiler that takes this for a loop must find what follows
+            # from these to differ in every turn, or it computes it ahead, and holds it
+            first_row += left
+            prefix_len += left
+            left = 0
         if PARTIAL_TILES:
             ended = stop == tiles
             left -= tl.where(ended, EXTRA, 0)
-        if left > 0:
+        if not PROMPT and left > 0:
             if PARTIAL_TILES:
                 req += ended.to(tl.int32)
                 tile = tl.where(ended, 0, stop)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specattn.kernels.attention.triton_extend import load_slots
 from specattn.kernels.attention.triton_tile import FLOOR, LN2, store_rows
 from specattn.kernels.mla.triton_tile import attend_latent_tile, load_latent_query
+
+
+@triton.jit
+def _load_slots(table_row, pos, last):
+    """Load raw slots of positions, clamped to the last key, unmasked."""
+    return tl.load(table_row + tl.minimum(pos, last))
 
 
 @triton.jit
@@ -38,7 +43,7 @@ def _tiles(
     r = tl.arange(0, BN)  # [BN]
     for start in tl.range(begin, end, BN, num_stages=STAGES):
         slots = raw
-        raw = load_slots(table_row, start + BN + r, last)
+        raw = _load_slots(table_row, start + BN + r, last)
         visible = None
         if MASK:
             visible = pos_q[:, None] >= (start + r)[None, :]  # [BM, BN]
@@ -112,8 +117,8 @@ def mla_extend_kernel(
 
         # tiles that every row sees whole need no mask
         full_end = (prefix + m_tile * BM // HEADS + 1) // BN * BN
-        raw_full = load_slots(table_row, r, last_pos)
-        raw_last = load_slots(table_row, full_end + r, last_pos)
+        raw_full = _load_slots(table_row, r, last_pos)
+        raw_last = _load_slots(table_row, full_end + r, last_pos)
         top = tl.full([BM], FLOOR, tl.float32)
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, RANK_PAD], tl.float32)

@@ -103,7 +103,7 @@ def run_deterministic(case: Case, *, lse: bool = True, **options: Any) -> Case:
 
 def poison(kernel: TreeAttention) -> None:
     """Fill tables and workspace with what no result may hold."""
-    for table in [*vars(kernel.tables).values(), *kernel.kernels.paths]:
+    for table in [*vars(kernel.tables).values(), *kernel.kernels.path_options.values()]:
         if hasattr(table, "fill_"):
             table.fill_(-(2**30))
     for tensor in kernel.workspace:

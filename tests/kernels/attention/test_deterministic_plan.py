@@ -143,7 +143,9 @@ def test_a_path_is_the_rest_of_the_prefix_and_the_ancestors(
     tails = ("positions", "tail_slots", "tail_positions", "tail_words")
     kernel.trace(indices=table, **{name: a[name] for name in tails})
     seen, words = tree_lists(case), a["tail_words"].tolist()
-    paths, path_lens = (tensor.tolist() for tensor in kernel.kernels.paths)
+    paths, path_lens = (
+        kernel.kernels.path_options[name].tolist() for name in ("paths", "path_lens")
+    )
     for row, (path, length) in enumerate(zip(paths, path_lens, strict=True)):
         b, prefix = row // q_len, int(a["seq_lens"][row // q_len])
         slots = table[a["req_pool_indices"][b], prefix // tile * tile : prefix].tolist() + [
