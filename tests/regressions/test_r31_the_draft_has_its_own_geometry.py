@@ -26,7 +26,7 @@ def test_a_draft_of_other_heads_drafts(backend):
     run = Engine(target, draft, SpecConfig(2, 2, 4, 64, 2), backend=backend, buckets=[2])
     assert run.target.pool.k.shape[2:] == (2, 64)
     assert run.draft.pool.k.shape[2:] == (3, 32)
-    assert [b.config for b in run.draft.backend.backends] == list(draft.layers)
+    assert [layer.backend.config for layer in run.draft.backend.layers] == list(draft.layers)
     for result, prompt in zip(
         run.generate([Request(p, 16) for p in PROMPTS]), PROMPTS, strict=True
     ):
