@@ -1,7 +1,8 @@
 """What an interrupted run knew: which tests had failed, and which were running where.
 
 A plug-in of pytest. The summary comes when all workers have ended, which whoever has no time left
-for the tests may not wait for; so this is said at once. SIGTERM stops a run as Ctrl-C does.
+for the tests may not wait for; so this is said at once, and failures as they come, for whoever is
+killed. SIGTERM stops a run as Ctrl-C does.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Run:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             self.failed.append(f"{report.nodeid} ({report.when})")
+            self.config.get_terminal_writer().line(f"\nfailed: {self.failed[-1]}")
         if worker := getattr(report, "worker_id", ""):
             self.workers[report.nodeid] = f" on {worker}"
 

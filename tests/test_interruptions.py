@@ -78,3 +78,6 @@ def test_an_interrupted_run_says_what_had_failed_and_what_was_running(tmp_path, 
         rf"  running: test_it.py::test_hangs{where}, for \d+ s\n"
     )
     assert re.search(told, done.stdout), done.stdout
+    # before that, as it failed
+    before, _ = done.stdout.split("\ninterrupted: ")
+    assert "\nfailed: test_it.py::test_fails (call)\n" in before
