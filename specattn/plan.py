@@ -166,9 +166,7 @@ class AttnPlan:
 
     def fill(self) -> None:
         """Read the tail's slots from the table columns after the prefix."""
-        fill_window(
-            self.req_to_token, self.req_pool_indices, self.seq_lens, slots_out=self.tail_slots
-        )
+        fill_window(self.key_slots)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from specattn.backends.base import CompositeAttention
 from specattn.checks import one_of, whole_number
-from specattn.kernels.indices import draft_kv_width, fill_draft_kv, fill_draft_tails, fill_window
+from specattn.kernels.indices import (
+    KeySlots,
+    draft_kv_width,
+    fill_draft_kv,
+    fill_draft_tails,
+    fill_window,
+)
 from specattn.kernels.masks import PlanInputs, copy_in_steps
 from specattn.kernels.tree import grow_words
 from specattn.plan import CsrPlan, MultiStepDims, MultiStepInputs
@@ -201,16 +208,16 @@ class BoundMultiStep(CompositeAttention):
             grow_words(self.inputs.words, step, parents, flat=flat)
         self.fill_ancestors(step)
 
+    @cached_property
+    def _key_slots(self) -> KeySlots:
+        inputs = self.inputs
+        prefix = self.req_to_token, inputs.req_pool_indices, inputs.seq_lens
+        return KeySlots(*prefix, inputs.branch_slots)
+
     def fill_slots(self) -> None:
         """Fill all steps' slots and positions: the columns after the prefix."""
-        inputs = self.inputs
-        fill_window(
-            self.req_to_token,
-            inputs.req_pool_indices,
-            inputs.seq_lens,
-            slots_out=inputs.branch_slots.flatten(1),
-            positions_out=inputs.positions,
-        )
+        keys = self._key_slots
+        fill_window(keys._replace(tail=keys.tail.flatten(1)), positions_out=self.inputs.positions)
 
     def fill(self) -> None:
         """Fill the index lists, then every step's device plan, together.
@@ -224,28 +231,22 @@ class BoundMultiStep(CompositeAttention):
     def fill_lists(self) -> None:
         """Fill the index lists (``indices="csr"``) from slots, lengths and words."""
         if self.indices == "csr" and self.steps:
-            inputs = self.inputs
             fill_draft_kv(
-                self.req_to_token,
-                inputs.req_pool_indices,
-                inputs.seq_lens,
-                inputs.branch_slots,
-                inputs.words,
-                self.kv_indptr,
-                self.kv_indices,
+                self._key_slots,
+                self.inputs.words,
+                kv_indptr=self.kv_indptr,
+                kv_indices=self.kv_indices,
             )
 
     def fill_ancestors(self, step: int) -> None:
         """Bring step ``step`` up to date with its ancestor words; capturable."""
         if self.indices == "csr":
-            inputs = self.inputs
             fill_draft_tails(
                 step,
-                inputs.seq_lens,
-                inputs.branch_slots,
-                inputs.words,
-                self.kv_indptr,
-                self.kv_indices,
+                self._key_slots,
+                self.inputs.words,
+                kv_indptr=self.kv_indptr,
+                kv_indices=self.kv_indices,
             )
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:

@@ -9,11 +9,13 @@ refused before anything is written; the longest lists leave the cells after thei
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from specattn.batch import ForwardMode
-from specattn.kernels.indices import draft_kv_width, fill_draft_kv
+from specattn.kernels.indices import KeySlots, draft_kv_width, fill_draft_kv
 from tests.implementations import using
 from tests.kernels.tree_oracle import DEVICE
 from tests.worlds import CONFIG, world
@@ -21,19 +23,22 @@ from tests.worlds import CONFIG, world
 BATCH, TOPK, STEPS, CONTEXT, CANARY = 3, 2, 3, 16, -99
 
 
-def longest(width: int) -> dict[str, torch.Tensor]:
+def longest(width: int) -> dict[str, Any]:
     """Every request at the context limit."""
+    keys = (
+        torch.arange((BATCH + 1) * CONTEXT, dtype=torch.int32).view(-1, CONTEXT),
+        torch.arange(1, BATCH + 1),
+        torch.full((BATCH,), CONTEXT, dtype=torch.int32),
+        torch.ones(BATCH, STEPS, TOPK, dtype=torch.int32),
+    )
     words = torch.tensor([[1 << s * TOPK + k for k in range(TOPK)] for s in range(STEPS)])
     tensors = {
-        "req_to_token": torch.arange((BATCH + 1) * CONTEXT, dtype=torch.int32).view(-1, CONTEXT),
-        "req_pool_indices": torch.arange(1, BATCH + 1),
-        "seq_lens": torch.full((BATCH,), CONTEXT, dtype=torch.int32),
-        "branch_slots": torch.ones(BATCH, STEPS, TOPK, dtype=torch.int32),
         "words": words.expand(BATCH, -1, -1)[..., None].contiguous(),
         "kv_indptr": torch.zeros(STEPS, BATCH * TOPK + 1, dtype=torch.int32),
         "kv_indices": torch.full((STEPS, width), CANARY, dtype=torch.int32),
     }
-    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    case = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    return {"keys": KeySlots(*(tensor.to(DEVICE) for tensor in keys)), **case}
 
 
 @pytest.mark.parametrize("kind", ["naive", "triton"])

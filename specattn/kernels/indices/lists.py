@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense
+from specattn.kernels.checks import require_dense, require_shape
 from specattn.kernels.launch import cdiv, power_of_2, programs_per_row
 from specattn.kernels.words import unpack_words
 
@@ -25,13 +25,22 @@ class KeySlots(NamedTuple):
     rows, seq_lens : Tensor
         ``[B]`` int64 and int32: each request's row, and its prefix length.
     tail : Tensor
-        ``[B, tail]`` int32; may have a row stride.
+        ``[B, tail]`` int32, or ``[B, steps, topk]`` of a draft; may have a stride between requests.
     """
 
     req_to_token: Tensor
     rows: Tensor
     seq_lens: Tensor
     tail: Tensor
+
+    def at(self, place: Tensor) -> Tensor:
+        """Return slots ``[B, n]`` of keys at places ``[B, n]``."""
+        (batch, tail), longest = self.tail.shape, self.req_to_token.shape[1]
+        prefix = self.seq_lens.clamp(0, longest).long()[:, None]
+        place = place.expand(batch, -1)
+        cached = self.req_to_token[self.rows[:, None], place.clamp(max=longest - 1)]
+        own = self.tail.gather(1, (place - prefix).clamp(0, tail - 1))
+        return torch.where(place < prefix, cached, own)
 
 
 def fill_lists(
@@ -97,15 +106,7 @@ def fill_lists(
     kv_indices.copy_(torch.where(used, slots, kv_indices))
 
 
-def fill_draft_kv(
-    req_to_token: Tensor,
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    branch_slots: Tensor,
-    words: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-) -> None:
+def fill_draft_kv(keys: KeySlots, words: Tensor, *, kv_indptr: Tensor, kv_indices: Tensor) -> None:
     """Write the KV lists of every draft decode step in one launch.
 
     At step s, branch k of request b reads the request's prefix, then the slots of its s + 1
@@ -115,10 +116,8 @@ def fill_draft_kv(
 
     Parameters
     ----------
-    req_to_token, req_pool_indices, seq_lens : Tensor
-        As in `KeySlots`: slots, rows and prefix lengths.
-    branch_slots : Tensor
-        ``[B, steps, topk]`` int32, slot of every draft node; may have a stride between requests.
+    keys : KeySlots
+        The slots; of the tail, ``[B, steps, topk]``, those of every draft node.
     words : Tensor
         ``[B, steps, topk, W]`` int64, bit ``s * topk + k`` for each ancestor and the node itself.
         Where fewer than s + 1 bits are set, the list ends with slot 0; more are ignored.
@@ -134,20 +133,26 @@ def fill_draft_kv(
         If the lists of full rows would not fit, or a tensor is not laid out as above. Nothing has
         been written then.
     """
-    _check_lists(branch_slots, words, kv_indptr, kv_indices, req_to_token.shape[1])
-    require_dense(branch_slots=branch_slots[:1], words=words, kv_indices=kv_indices[:1])
-    if not words.shape[0] * words.shape[1]:
+    req_to_token, rows, seq_lens, branch_slots = keys
+    (batch, steps, topk, num_words), max_len = words.shape, req_to_token.shape[1]
+    width = draft_kv_width(batch, topk, max_len, steps)
+    require_shape((batch, steps, topk), tail=branch_slots)
+    require_shape((steps, batch * topk + 1), kv_indptr=kv_indptr)
+    if kv_indices.shape[0] != steps or kv_indices.shape[1] < width:
+        raise ValueError(
+            f"kv_indices must be [{steps}, at least {width}], got {list(kv_indices.shape)}"
+        )
+    if num_words * 64 < steps * topk:
+        raise ValueError(f"words must have a bit for each of {steps * topk} nodes")
+    require_dense(tail=branch_slots[:1], words=words, kv_indices=kv_indices[:1])
+    if not batch * steps:
         kv_indptr.zero_()
         return
-    (batch, steps, topk, num_words), max_len = words.shape, req_to_token.shape[1]
     if on_triton(words):
         block = min(1024, power_of_2(max_len))
         programs = programs_per_row(batch * topk * steps, cdiv(max_len, block))
         launch.fill_draft_kv_kernel[batch * topk, programs, steps](
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            branch_slots,
+            *keys,
             words,
             kv_indptr,
             kv_indices,
@@ -167,7 +172,7 @@ def fill_draft_kv(
         )
         return
     lens = seq_lens.clamp(0, max_len).long().repeat_interleave(topk)  # [B * topk]
-    rows = req_pool_indices.repeat_interleave(topk)
+    rows = rows.repeat_interleave(topk)
     entry = torch.arange(batch * topk * (max_len + steps), device=lens.device)
     for step in range(steps):
         kv_indptr[step, 0] = 0
@@ -179,16 +184,11 @@ def fill_draft_kv(
         prefix = req_to_token[rows[branch], column.clamp(0, max_len - 1)]
         line = kv_indices[step, : len(entry)]
         line.copy_(torch.where(used & (column < lens[branch]), prefix, line))
-        fill_draft_tails(step, seq_lens, branch_slots, words, kv_indptr, kv_indices)
+        fill_draft_tails(step, keys, words, kv_indptr=kv_indptr, kv_indices=kv_indices)
 
 
 def fill_draft_tails(
-    step: int,
-    seq_lens: Tensor,
-    branch_slots: Tensor,
-    words: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
+    step: int, keys: KeySlots, words: Tensor, *, kv_indptr: Tensor, kv_indices: Tensor
 ) -> None:
     """Write the ancestors of one step again; prefixes stay.
 
@@ -198,10 +198,11 @@ def fill_draft_tails(
     ----------
     step : int
         The step whose lists are brought up to date.
-    seq_lens, branch_slots, words, kv_indptr, kv_indices : Tensor
+    keys, words, kv_indptr, kv_indices
         As in `fill_draft_kv`; only ``kv_indices[step]`` is written.
     """
-    require_dense(branch_slots=branch_slots[:1], words=words, kv_indices=kv_indices[:1])
+    _, _, seq_lens, branch_slots = keys
+    require_dense(tail=branch_slots[:1], words=words, kv_indices=kv_indices[:1])
     if not len(words):
         return
     batch, _, topk, num_words = words.shape
@@ -246,26 +247,6 @@ def draft_kv_width(batch: int, topk: int, max_context_len: int, step_count: int)
             f"{width} entries per step, int32 offsets reach {2**31 - 1}"
         )
     return width
-
-
-def _check_lists(
-    branch_slots: Tensor, words: Tensor, kv_indptr: Tensor, kv_indices: Tensor, max_len: int
-) -> None:
-    """Raise ValueError, before anything is written, unless lists of full rows fit."""
-    batch, steps, topk, num_words = words.shape
-    if branch_slots.shape != (batch, steps, topk) or num_words * 64 < steps * topk:
-        raise ValueError(
-            f"branch_slots {tuple(branch_slots.shape)} and words {tuple(words.shape)} disagree"
-        )
-    width = draft_kv_width(batch, topk, max_len, steps)
-    if kv_indices.shape[0] != steps or kv_indices.shape[1] < width:
-        raise ValueError(
-            f"kv_indices must be [{steps}, at least {width}], got {list(kv_indices.shape)}"
-        )
-    if kv_indptr.shape != (steps, batch * topk + 1):
-        raise ValueError(
-            f"kv_indptr must be [{steps}, {batch * topk + 1}], got {list(kv_indptr.shape)}"
-        )
 
 
 def _ancestor_slots(step: int, branch_slots: Tensor, words: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_rows
+from specattn.kernels.checks import require_rows, require_shape
 from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row
 from specattn.kernels.words import unpack_words
 
@@ -18,24 +18,13 @@ if TYPE_CHECKING:
 launch = TritonModule("specattn.kernels.indices.triton_tables")
 
 
-def fill_window(
-    req_to_token: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    *,
-    slots_out: Tensor,
-    positions_out: Tensor | None = None,
-) -> None:
+def fill_window(keys: KeySlots, *, positions_out: Tensor | None = None) -> None:
     """Look up the slots and positions after each request's committed tokens.
 
     Parameters
     ----------
-    req_to_token : Tensor
-        ``[R, context]`` int32, slot of every token; dense last axis.
-    rows, seq_lens : Tensor
-        ``[B]`` int64 and int32: each request's row, and its committed tokens.
-    slots_out : Tensor
-        ``[B, W]`` int32, may have a row stride: of columns length + w; 0 beyond the table.
+    keys : KeySlots
+        Its tail is written: the slots of the table's columns after the prefix; 0 beyond the table.
     positions_out : Tensor, optional
         ``[B, S, K]`` int64 with a dense last axis: length + s.
 
@@ -44,24 +33,26 @@ def fill_window(
     ValueError
         Before anything is written: if a shape or a stride is another.
     """
-    _check_window(req_to_token, rows, seq_lens, slots_out, positions_out)
-    if not len(rows):
+    req_to_token, rows, seq_lens, tail_slots = keys
+    batch, width = len(rows), tail_slots.shape[-1]
+    require_shape((batch,), seq_lens=seq_lens)
+    require_shape((batch, width), tail=tail_slots)
+    if positions_out is not None:
+        require_shape((batch, *positions_out.shape[-2:]), positions_out=positions_out)
+    require_rows(req_to_token=req_to_token, tail=tail_slots, positions_out=positions_out)
+    if not batch:
         return
-    (batch, width), context = slots_out.shape, req_to_token.shape[1]
     if on_triton(seq_lens):
         steps, topk = (0, 1) if positions_out is None else positions_out.shape[1:]
         launch.fill_window_kernel[(batch,)](
-            req_to_token,
-            rows,
-            seq_lens,
-            slots_out,
+            *keys,
             positions_out,
-            context,
+            req_to_token.shape[1],
             width,
             steps * topk,
             topk,
             req_to_token.stride(0),
-            slots_out.stride(0),
+            tail_slots.stride(0),
             *((0, 0) if positions_out is None else positions_out.stride()[:2]),
             POSITIONS=positions_out is not None,
             BLOCK_W=power_of_2(width),
@@ -72,7 +63,7 @@ def fill_window(
         return
     length = seq_lens.long()
     columns = length[:, None] + torch.arange(width, device=rows.device)  # [B, W]
-    slots_out.copy_(table_slots(req_to_token, rows, columns))
+    tail_slots.copy_(table_slots(req_to_token, rows, columns))
     if positions_out is not None:
         depth = torch.arange(positions_out.shape[1], device=rows.device)
         positions_out.copy_((length[:, None] + depth)[:, :, None])
@@ -101,7 +92,7 @@ def fill_block_table(
         Lists per request. One has all its keys. With more, they are of its last query tokens:
         each ends at its token, for kernels that know neither masks nor several queries.
     """
-    req_to_token, rows, seq_lens, tail_slots = keys
+    req_to_token, _, seq_lens, tail_slots = keys
     max_len, tail, width = req_to_token.shape[1], tail_slots.shape[1], table.shape[1]
     if on_triton(table):
         block = min(256, power_of_2(width))
@@ -126,9 +117,7 @@ def fill_block_table(
     length = prefix + tail - (lists - 1) + order  # [B, lists, 1]
     lens.copy_(length.flatten())
     place = torch.arange(width, device=table.device) * page_size  # [width]
-    cached = req_to_token[rows[:, None], place.clamp(max=max_len - 1)]  # [B, width]
-    own = tail_slots.gather(1, (place - prefix[:, 0]).clamp(0, tail - 1))
-    pages = torch.where(place < prefix[:, 0], cached, own) // page_size
+    pages = keys.at(place) // page_size  # [B, width]
     table.copy_(torch.where(place < length, pages[:, None], 0).flatten(0, 1))
 
 
@@ -215,7 +204,7 @@ def fill_page_table(
     window_left : int
         See `specattn.config.AttnConfig`.
     """
-    req_to_token, rows, seq_lens, tail_slots = keys
+    req_to_token, _, seq_lens, tail_slots = keys
     max_len, tail, width = req_to_token.shape[1], tail_slots.shape[1], table.shape[1]
     if on_triton(table):
         block = min(1024, power_of_2(width))
@@ -242,10 +231,7 @@ def fill_page_table(
         start = (prefix + tail - q_len - window_left).clamp(min=0)
     lens.copy_((prefix + tail - start).squeeze(1).clamp(max=width))
     place = start + torch.arange(width, device=table.device)  # [B, width]
-    cached = req_to_token[rows[:, None], place.clamp(max=max_len - 1)]
-    own = tail_slots.gather(1, (place - prefix).clamp(0, tail - 1))
-    slots = torch.where(place < prefix, cached, own)
-    table.copy_(torch.where(place < prefix + tail, slots, table))
+    table.copy_(torch.where(place < prefix + tail, keys.at(place), table))
 
 
 def fill_ancestor_table(
@@ -300,26 +286,3 @@ def table_slots(req_to_token: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     context = req_to_token.shape[1]
     found = req_to_token[rows[:, None], columns.clamp(max=context - 1)]
     return torch.where(columns < context, found, 0)
-
-
-def _check_window(
-    req_to_token: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    slots_out: Tensor,
-    positions_out: Tensor | None,
-) -> None:
-    """Raise ValueError, before anything is written, unless the tensors are as documented."""
-    batch, dense = len(rows), {"req_to_token": req_to_token, "slots_out": slots_out}
-    if len(seq_lens) != batch or slots_out.dim() != 2 or len(slots_out) != batch:
-        raise ValueError(
-            f"seq_lens and slots_out must be [{batch}] and [{batch}, W], "
-            f"got {list(seq_lens.shape)} and {list(slots_out.shape)}"
-        )
-    if positions_out is not None:
-        dense["positions_out"] = positions_out
-        if positions_out.dim() != 3 or len(positions_out) != batch:
-            raise ValueError(
-                f"positions_out must be [{batch}, S, K], got {list(positions_out.shape)}"
-            )
-    require_rows(**dense)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from specattn.kernels.indices import draft_kv_width, fill_draft_kv, fill_draft_tails
+from specattn.kernels.indices import KeySlots, draft_kv_width, fill_draft_kv, fill_draft_tails
 from tests.kernels.tree_oracle import DEVICE, to_word
 
 CANARY = -99
@@ -75,19 +75,18 @@ class Case:
         window = torch.full((batch, drafted + extra), CANARY, **kwargs)
         slots = window[:, :drafted].unflatten(1, (self.steps, self.topk))
         slots.copy_(torch.tensor(self.branch_slots).view(slots.shape))
-        return (
-            (
-                torch.tensor(self.table, **kwargs),
-                torch.tensor(self.rows, device=DEVICE),
-                torch.tensor(self.lens, **kwargs),
-                slots,
-                torch.tensor(self.words(), device=DEVICE),
-                indptr[:, : batch * self.topk + 1],
-                indices[:, :width],
-            ),
-            indptr,
-            indices,
+        keys = KeySlots(
+            torch.tensor(self.table, **kwargs),
+            torch.tensor(self.rows, device=DEVICE),
+            torch.tensor(self.lens, **kwargs),
+            slots,
         )
+        lists = {
+            "kv_indptr": indptr[:, : batch * self.topk + 1],
+            "kv_indices": indices[:, :width],
+        }
+        words = torch.tensor(self.words(), device=DEVICE)
+        return keys, words, lists, indptr, indices
 
 
 def check(case, indptr, indices):
@@ -118,21 +117,20 @@ SHAPES = [  # lens, topk, steps, max_len
 @pytest.mark.parametrize(("lens", "topk", "steps", "max_len"), SHAPES)
 def test_all_steps_in_one_call(implementation, lens, topk, steps, max_len):
     case = Case(random.Random(topk), lens, topk, steps, max_len)
-    args, indptr, indices = case.tensors()
-    fill_draft_kv(*args)
+    keys, words, lists, indptr, indices = case.tensors()
+    fill_draft_kv(keys, words, **lists)
     check(case, indptr, indices)
 
 
 def test_tails_as_beams_become_known(implementation):
     """Lengths first, ancestors step by step: the end state is that of filling all at once."""
     case = Case(random.Random(5), [4, 0, 7], 3, 4, 9)
-    args, indptr, indices = case.tensors()
-    words = args[4]
+    keys, words, lists, indptr, indices = case.tensors()
     partial = torch.zeros_like(words)
-    fill_draft_kv(*args[:4], partial, *args[5:])
+    fill_draft_kv(keys, partial, **lists)
     for step in range(4):
         partial[:, step] = words[:, step]
-        fill_draft_tails(step, *args[2:4], partial, *args[5:])
+        fill_draft_tails(step, keys, partial, **lists)
         flat = [slot for row in case.expected(step) for slot in row]
         assert indices[step, : len(flat)].tolist() == flat
     check(case, indptr, indices)
@@ -144,16 +142,16 @@ def test_golden_vectors(implementation):
     case.table = [list(range(12))] * 6
     case.branch_slots = [[[n + 3 * k + s for k in range(2)] for s in range(3)] for n in (3, 5)]
     case.parents = [[[0, 0], [0, 0], [0, 0]]] * 2
-    args, _, _ = case.tensors()
-    fill_draft_kv(*args)
-    indptr, indices = args[5:]
+    keys, words, lists, _, _ = case.tensors()
+    fill_draft_kv(keys, words, **lists)
+    indptr, indices = lists.values()
     assert indptr.tolist() == [[0, 4, 8, 14, 20], [0, 5, 10, 17, 24], [0, 6, 12, 20, 28]]
     # request 0, step 1: both beams are children of beam 0
     assert indices[1, :10].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 7]
     case.parents = [[[0, 0], [0, 1], [0, 1]]] * 2
-    args, _, _ = case.tensors()
-    fill_draft_kv(*args)
-    own = [args[6][2, end - 3 : end].tolist() for end in (6, 12, 20, 28)]
+    keys, words, lists, _, _ = case.tensors()
+    fill_draft_kv(keys, words, **lists)
+    own = [lists["kv_indices"][2, end - 3 : end].tolist() for end in (6, 12, 20, 28)]
     assert own == [[3, 4, 5], [6, 7, 8], [5, 6, 7], [8, 9, 10]]
 
 
@@ -164,20 +162,19 @@ def test_golden_pages_of_four(implementation):
         [[c + s for c in columns] for s in range(3)] for columns in ([3, 11], [5, 9])
     ]
     case.parents = [[[0, 0], [0, 1], [0, 1]]] * 2
-    args, _, _ = case.tensors()
-    fill_draft_kv(*args)
-    tails = [args[6][2, end - 3 : end].tolist() for end in (6, 12, 20, 28)]
+    keys, words, lists, _, _ = case.tensors()
+    fill_draft_kv(keys, words, **lists)
+    tails = [lists["kv_indices"][2, end - 3 : end].tolist() for end in (6, 12, 20, 28)]
     assert tails == [[3, 4, 5], [11, 12, 13], [5, 6, 7], [9, 10, 11]]
 
 
 def test_wrong_popcounts_stay_inside_their_branch(implementation):
     """Padding has one bit per node; too many bits must not run into the next branch."""
     case = Case(random.Random(1), [2, 3], 3, 3, 8)
-    args, _, indices = case.tensors()
-    words = args[4]
+    keys, words, lists, _, indices = case.tensors()
     words[0] = 0
     words[1] = -1
-    fill_draft_kv(*args)
+    fill_draft_kv(keys, words, **lists)
     slots = case.branch_slots
     for step in range(3):
         row, at = indices[step].tolist(), 0
@@ -193,19 +190,23 @@ def test_wrong_popcounts_stay_inside_their_branch(implementation):
 def test_r01_full_rows_fit(implementation):
     """sglang#27338: every request at the context limit, topk copies of each prefix."""
     case = Case(random.Random(2), [9, 9, 9], 4, 3, 9)
-    args, indptr, indices = case.tensors(extra=5)
-    fill_draft_kv(*args)
+    keys, words, lists, indptr, indices = case.tensors(extra=5)
+    fill_draft_kv(keys, words, **lists)
     check(case, indptr, indices)
-    assert indptr[-1, 12] == args[6].shape[1]
+    assert indptr[-1, 12] == lists["kv_indices"].shape[1]
 
 
 def test_r01_narrow_rows_are_refused_before_any_write(implementation):
     case = Case(random.Random(2), [1, 2], 2, 2, 9)
-    args, indptr, indices = case.tensors()
+    keys, words, lists, indptr, indices = case.tensors()
     with pytest.raises(ValueError, match=r"kv_indices must be \[2, at least 44\]"):
-        fill_draft_kv(*args[:6], args[6][:, :-1])
+        fill_draft_kv(keys, words, **lists | {"kv_indices": lists["kv_indices"][:, :-1]})
     with pytest.raises(ValueError, match=r"kv_indptr must be \[2, 5\]"):
-        fill_draft_kv(*args[:5], args[5][:, :-1], args[6])
+        fill_draft_kv(keys, words, **lists | {"kv_indptr": lists["kv_indptr"][:, :-1]})
+    with pytest.raises(ValueError, match="words must have a bit for each of 4 nodes"):
+        fill_draft_kv(keys, words[..., :0], **lists)
+    with pytest.raises(ValueError, match=r"tail must be \[2, 2, 2\]"):
+        fill_draft_kv(keys._replace(tail=keys.tail[:, :1]), words, **lists)
     assert (indptr == CANARY).all()
     assert (indices == CANARY).all()
 
@@ -219,9 +220,9 @@ def test_width_overflow_is_an_error(implementation):
 def test_r20_lengths_out_of_range_are_clamped(implementation):
     """Negative and overlong lengths of dead rows give lists inside the table."""
     case = Case(random.Random(3), [-3, 4, 50], 2, 2, 6)
-    args, indptr, indices = case.tensors()
-    fill_draft_kv(*args)
+    keys, words, lists, indptr, indices = case.tensors()
+    fill_draft_kv(keys, words, **lists)
     for step in range(2):
-        fill_draft_tails(step, *args[2:])
+        fill_draft_tails(step, keys, words, **lists)
     case.lens = [0, 4, 6]
     check(case, indptr, indices)

@@ -92,9 +92,8 @@ def test_one_program_may_walk_a_whole_row(monkeypatch):
             keys = KeySlots(table, rows, lens, tail_slots)
             fill_page_table(keys, table=pages, lens=counts[0], q_len=1)
             fill_block_table(keys, table=blocks, lens=counts[1], page_size=1)
-            fill_draft_kv(
-                table, rows, lens, tail_slots[:, :1, None].contiguous(), words, indptr, drafts
-            )
+            chain = keys._replace(tail=tail_slots[:, :1, None].contiguous())
+            fill_draft_kv(chain, words, kv_indptr=indptr, kv_indices=drafts)
             fill_lists(
                 keys,
                 positions=words[:, 0, 0],

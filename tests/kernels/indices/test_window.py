@@ -9,7 +9,7 @@ import torch
 
 from specattn.batch import ForwardMode
 from specattn.config import SpecConfig
-from specattn.kernels.indices import fill_window
+from specattn.kernels.indices import KeySlots, fill_window
 from specattn.plan import AttnInputs, AttnPlan
 from tests.kernels.tree_oracle import DEVICE, POISON, poisoned
 from tests.recordings import recorded
@@ -41,12 +41,8 @@ class Window:
         self.positions = poisoned(batch, steps, topk + 1)[..., :topk]
 
     def run(self, *, positions: bool = True) -> None:
-        fill_window(
-            self.table,
-            *self.tensors,
-            slots_out=self.slots,
-            positions_out=self.positions if positions else None,
-        )
+        keys = KeySlots(self.table, *self.tensors, self.slots)
+        fill_window(keys, positions_out=self.positions if positions else None)
 
     def check(self) -> None:
         held, zeros = self.table.tolist(), [0] * self.width
@@ -100,8 +96,8 @@ def test_other_shapes_are_refused_by_name(implementation):
             assert (out == POISON).all()
 
     wrong("seq_lens", torch.zeros(2, dtype=torch.int32, device=DEVICE), "seq_lens")
-    wrong("slots", poisoned(2, 4, dtype=torch.int32), "slots_out")
-    wrong("slots", poisoned(3, 8, dtype=torch.int32)[:, ::2], "slots_out must be dense")
+    wrong("slots", poisoned(2, 4, dtype=torch.int32), "tail must be")
+    wrong("slots", poisoned(3, 8, dtype=torch.int32)[:, ::2], "tail must be dense")
     wrong("positions", poisoned(3, 4), "positions_out")
     wrong("positions", poisoned(3, 2, 4)[..., ::2], "positions_out must be dense")
     wrong(
