@@ -18,6 +18,18 @@ def require_shape(
             )
 
 
+def require_integers(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
+    """Raise ValueError, naming the tensor, unless all are such integers."""
+    for name, tensor in tensors.items():
+        if tensor is not None and (
+            tensor.shape != shape or tensor.dtype not in (torch.int32, torch.int64)
+        ):
+            raise ValueError(
+                f"{name} must be {list(shape)} int32 or int64, "
+                f"got {list(tensor.shape)} {tensor.dtype}"
+            )
+
+
 def require_dense(**tensors: Tensor | None) -> None:
     """Raise ValueError, naming the tensor, unless kernels may index all as contiguous."""
     for name, tensor in tensors.items():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from specattn.checks import whole_number
 from specattn.kernels.gluon_guard import gluon_ok, tma_boxes
 
 MAX_ROWS = 128
@@ -63,8 +64,7 @@ class StreamTile:
     pace: int = 2
 
     def __post_init__(self) -> None:
-        if not 1 <= self.pace <= self.stages:
-            raise ValueError(f"pace must be 1..{self.stages}, got {self.pace}")
+        whole_number("pace", self.pace, 1, self.stages)
 
 
 def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:

@@ -138,10 +138,7 @@ def fill_draft_kv(keys: KeySlots, words: Tensor, *, kv_indptr: Tensor, kv_indice
     width = draft_kv_width(batch, topk, max_len, steps)
     require_shape((batch, steps, topk), tail=branch_slots)
     require_shape((steps, batch * topk + 1), kv_indptr=kv_indptr)
-    if kv_indices.shape[0] != steps or kv_indices.shape[1] < width:
-        raise ValueError(
-            f"kv_indices must be [{steps}, at least {width}], got {list(kv_indices.shape)}"
-        )
+    require_shape((steps, max(width, kv_indices.shape[1])), kv_indices=kv_indices)
     if num_words * 64 < steps * topk:
         raise ValueError(f"words must have a bit for each of {steps * topk} nodes")
     require_dense(tail=branch_slots[:1], words=words, kv_indices=kv_indices[:1])

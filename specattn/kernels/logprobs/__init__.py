@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.checks import whole_number
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows, require_shape
 
@@ -131,24 +132,12 @@ def path_logprobs(
 
 def _check_outs(tokens: Tensor, values_out: Tensor, ids_out: Tensor) -> None:
     """Raise a ValueError unless the buffers hold a step's paths."""
-    batch, depth = tokens.shape
-    for name, out, dtype in (
-        ("values_out", values_out, torch.float32),
-        ("ids_out", ids_out, torch.int64),
-    ):
-        width = out.shape[-1]
-        fits = out.dim() == 4 and out.shape[1] >= batch and out.shape[2] == depth
-        dense = out.stride()[2:] == (width, 1)
-        if not fits or not 1 <= width <= 1 + MAX_LOGPROBS or not dense or out.dtype != dtype:
-            raise ValueError(
-                f"{name} must be [S, at least {batch}, {depth}, 1..{1 + MAX_LOGPROBS}] {dtype}, "
-                f"dense but for its first two axes, got {list(out.shape)} {out.dtype} with strides "
-                f"{out.stride()}"
-            )
-    if values_out.shape != ids_out.shape:
-        raise ValueError(
-            f"ids_out must be {list(values_out.shape)} as values_out, got {list(ids_out.shape)}"
-        )
+    (batch, depth), (slots, rows, _, width) = tokens.shape, values_out.shape
+    whole_number("alternatives", width - 1, 0, MAX_LOGPROBS)
+    shape = slots, max(rows, batch), depth, width
+    require_shape(shape, torch.float32, values_out=values_out)
+    require_shape(shape, torch.int64, ids_out=ids_out)
+    require_dense(values_out=values_out[:1, :1], ids_out=ids_out[:1, :1])
 
 
 def _along(nodes: Tensor, path: Tensor) -> Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specattn.checks import whole_number
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row
+from specattn.kernels.tree.build import MAX_NODES
 
 launch = TritonModule("specattn.kernels.lookup.triton")
 
@@ -15,8 +17,6 @@ launch = TritonModule("specattn.kernels.lookup.triton")
 MAX_CONTEXT = 2**24
 #: Most tokens of a match, and most matches of a tree.
 MAX_NGRAM, MAX_MATCHES = 64, 32
-# nodes of a draft tree
-_MAX_NODES = 256
 # places that a program compares at a time
 _BLOCK = 1024
 # programs that share a text; the request's merge reads the matches of all of them
@@ -78,12 +78,12 @@ def lookup_tree(
     ValueError
         If a number is outside its range, or a tensor of another shape, dtype or layout.
     """
-    _check_range("matches", matches, 1, MAX_MATCHES)
-    _check_range("max_ngram", max_ngram, 1, MAX_NGRAM)
-    _check_range("min_ngram", min_ngram, 1, max_ngram)
-    _check_range("num_steps", num_steps, 1, _MAX_NODES - 1)
+    whole_number("matches", matches, 1, MAX_MATCHES)
+    whole_number("max_ngram", max_ngram, 1, MAX_NGRAM)
+    whole_number("min_ngram", min_ngram, 1, max_ngram)
+    whole_number("num_steps", num_steps, 1, MAX_NODES - 1)
     _check_text(text, rows, seq_lens)
-    _check_range("nodes", tokens_out.shape[1], 1, _MAX_NODES)
+    whole_number("nodes", tokens_out.shape[1], 1, MAX_NODES)
     shape = len(rows), tokens_out.shape[1]
     require_shape(shape, torch.int64, tokens_out=tokens_out, parents_out=parents_out)
     require_shape(shape[:1], torch.int32, ngrams_out=ngrams_out)
@@ -211,11 +211,6 @@ def _check_text(text: Tensor, rows: Tensor, seq_lens: Tensor) -> None:
     require_shape((len(rows),), torch.int32, seq_lens=seq_lens)
     require_rows(text=text)
     require_dense(rows=rows, seq_lens=seq_lens)
-
-
-def _check_range(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ValueError(f"{name} must be {least}..{most}, got {value}")
 
 
 def _match_keys(own: Tensor, last: Tensor, min_ngram: int, max_ngram: int) -> Tensor:

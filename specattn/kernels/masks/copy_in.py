@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.checks import require_dense, require_integers, require_rows
 from specattn.kernels.indices.tables import table_slots
 from specattn.kernels.launch import cdiv, launch_options, power_of_2
 from specattn.kernels.masks.layouts import check_mask, visible_nodes
@@ -74,7 +74,7 @@ def copy_in_rows(
     """
     batch, n = out.slots.shape
     _check_requests(batch, rows=rows, seq_lens=seq_lens)
-    _check_integers((batch, n), slots=slots, positions=positions)
+    require_integers((batch, n), slots=slots, positions=positions)
     row_bytes = check_mask(mask, kind, batch, n)
     require_rows(req_to_token=req_to_token, slots=out.slots, store=out.store)
     require_rows(positions=out.positions)
@@ -172,7 +172,7 @@ def copy_in_steps(
         Before anything is written: if a tensor has another shape or dtype.
     """
     _check_requests(len(out.slots), rows=rows, seq_lens=seq_lens)
-    _check_integers(tuple(out.slots.shape), slots=slots)
+    require_integers(tuple(out.slots.shape), slots=slots)
     require_rows(req_to_token=req_to_token)
     require_dense(**out._asdict())
     if not out.slots.numel():
@@ -250,7 +250,7 @@ def copy_in_prompts(
         Before anything is written: if a tensor has another shape or dtype.
     """
     _check_requests(len(rows_out), rows=rows, prefix_lens=prefix_lens, new_lens=new_lens)
-    _check_integers(tuple(slots_out.shape), slots=slots)
+    require_integers(tuple(slots_out.shape), slots=slots)
     if window is not None:
         window.check(len(rows), (1, len(slots)))
     if on_triton(rows_out):
@@ -298,17 +298,8 @@ def copy_in_prompts(
 
 
 def _check_requests(batch: int, **tensors: Tensor) -> None:
-    _check_integers((batch,), **tensors)
+    require_integers((batch,), **tensors)
     require_dense(**tensors)
-
-
-def _check_integers(wanted: tuple[int, ...], **tensors: Tensor | None) -> None:
-    integers = torch.int32, torch.int64
-    for name, each in tensors.items():
-        if each is not None and (each.shape != wanted or each.dtype not in integers):
-            raise ValueError(
-                f"{name} must be {list(wanted)} int32 or int64, got {list(each.shape)} {each.dtype}"
-            )
 
 
 def _mapped(slot_map: Tensor, slots: Tensor) -> Tensor:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from specattn.kernels.checks import require_dense, require_rows, require_shape
+from specattn.kernels.checks import (
+    require_dense,
+    require_integers,
+    require_rows,
+    require_shape,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,16 +79,9 @@ class Window:
 
     def check(self, batch: int, tokens: tuple[int, ...]) -> None:
         """Raise a ValueError unless all is as described."""
-        if self.slot_map.dim() != 1 or self.slot_map.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                "slot_map must be [slots] int32 or int64, "
-                f"got {list(self.slot_map.shape)} {self.slot_map.dtype}"
-            )
-        columns = self.keys + self.page_size - 1
-        if len(self.table) != batch or self.table.shape[1] < columns:
-            raise ValueError(
-                f"table must be [{batch}, at least {columns}], got {list(self.table.shape)}"
-            )
+        require_integers((len(self.slot_map),), slot_map=self.slot_map)
+        columns = max(self.keys + self.page_size - 1, self.table.shape[1])
+        require_shape((batch, columns), table=self.table)
         require_shape(tokens, store=self.store)
         require_rows(table=self.table)
         require_dense(

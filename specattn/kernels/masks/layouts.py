@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specattn.checks import one_of
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense
 from specattn.kernels.launch import cdiv, programs_per_row
@@ -97,8 +98,7 @@ def pack_masks(
 
 def check_mask(mask: Tensor | None, kind: str, batch: int, n: int) -> int:
     """Check a mask of `copy_in_rows`; return a row's bytes."""
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    one_of("kind", kind, *KINDS)
     if mask is None:
         return 0
     if kind == "prefix":

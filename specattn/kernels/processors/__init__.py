@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import power_of_2
 from specattn.kernels.words import unpack_words
 
@@ -124,13 +124,8 @@ def process_logits(
     """
     batch, nodes, vocab = logits.shape
     tokens, positions = tree.tokens, tree.positions
-    if tokens.shape != (batch, nodes) or positions.shape != (batch, nodes):
-        raise ValueError(
-            f"tokens and positions must be [{batch}, {nodes}], got {list(tokens.shape)} "
-            f"and {list(positions.shape)}"
-        )
-    if columns.history.shape[1] != vocab:
-        raise ValueError(f"history must have {vocab} columns, got {columns.history.shape[1]}")
+    require_shape((batch, nodes), tokens=tokens, positions=positions)
+    require_shape((len(columns.history), vocab), history=columns.history)
     check_bitmask(bitmask, batch, nodes, vocab)
     require_rows(logits=logits)
     require_dense(tokens=tokens, words=tree.words, positions=positions, rows=rows, bitmask=bitmask)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.checks import whole_number
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_rows
+from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import cdiv, power_of_2
 
 if TYPE_CHECKING:
@@ -56,22 +57,13 @@ def top_tokens(
     Raises
     ------
     ValueError
-        If V is smaller than ``topk``, or a layout does not fit.
+        If V is smaller than ``topk``, or a shape, dtype or layout is another.
     """
     vocab = logits.shape[1]
-    if not 1 <= topk <= vocab:
-        raise ValueError(f"topk must be in 1..{vocab}, the vocabulary, got {topk}")
-    if target_ids is not None and (
-        target_ids.dtype != torch.int64
-        or target_ids.shape != (vocab,)
-        or not target_ids.is_contiguous()
-    ):
-        raise ValueError(
-            f"target_ids must be contiguous int64 [{vocab}], "
-            f"got {target_ids.dtype} {list(target_ids.shape)}"
-        )
+    whole_number("topk", topk, 1, vocab)
+    require_shape((vocab,), torch.int64, target_ids=target_ids)
     require_rows(logits=logits)
-    require_dense(probs_out=probs_out, ids_out=ids_out)
+    require_dense(probs_out=probs_out, ids_out=ids_out, target_ids=target_ids)
     if not len(logits):
         return
     if on_triton(logits):

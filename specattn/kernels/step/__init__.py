@@ -289,12 +289,9 @@ def gather_path(
         Before anything is written: if the shape of ``features_out`` or a stride is another.
     """
     accept_index, accept_lens = accepted.accept_index, accepted.accept_lens
-    wanted = (*accept_index.shape, features.shape[2])
-    if features_out.shape != wanted or len(features) != len(accept_index):
-        raise ValueError(
-            f"features_out must be {list(wanted)} for features of {len(accept_index)} requests, "
-            f"got {list(features_out.shape)} and {len(features)}"
-        )
+    (batch, depth), width = accept_index.shape, features.shape[2]
+    require_shape((batch, *features.shape[1:]), features=features)
+    require_shape((batch, depth, width), features_out=features_out)
     require_dense(
         features=features[:1, :1],
         features_out=features_out[:1, :1],
@@ -306,7 +303,6 @@ def gather_path(
     )
     if not accept_index.numel():
         return
-    (batch, depth), width = accept_index.shape, features.shape[2]
     if on_triton(features):
         launch.gather_path_kernel[batch * depth, max(cdiv(width, _BLOCK), 1)](
             features,
@@ -355,12 +351,8 @@ def write_output(packed: Tensor, buffer: Tensor, entry: Tensor) -> None:
         Before anything is written: if the buffer has another width, or fewer rows.
     """
     rows, width = packed.shape
-    dense = buffer.stride()[1:] == (width, 1)
-    if buffer.shape[2] != width or buffer.shape[1] < rows or not dense:
-        raise ValueError(
-            f"buffer must be [S, at least {rows}, {width}], dense but for its first axis, "
-            f"got {list(buffer.shape)} with strides {buffer.stride()}"
-        )
+    require_shape((len(buffer), max(buffer.shape[1], rows), width), buffer=buffer)
+    require_dense(buffer=buffer[:1])
     if on_triton(packed):
         launch.write_output_kernel[(1,)](
             packed,

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from specattn.checks import whole_number
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense
+from specattn.kernels.checks import require_dense, require_integers
 from specattn.kernels.launch import launch_options, power_of_2
 from specattn.kernels.sampling import score_key
 from specattn.kernels.words import node_bits
@@ -205,20 +206,15 @@ def grow_words(words: Tensor, step: int, parents: Tensor | None, *, flat: bool =
             f"words must be [B, steps, topk, at least ceil(steps * topk / 64)] {torch.int64}, "
             f"got {list(shape)} {words.dtype}"
         )
-    if not 0 <= step < shape[1]:
-        raise ValueError(f"step must be 0..{shape[1] - 1}, got {step}")
+    whole_number("step", step, 0, shape[1] - 1)
     require_dense(words=words[:1])
-    if step:
-        wanted = f"[{shape[0]}, {shape[2]}] int32 or int64"
-        if parents is None:
-            raise ValueError(f"parents must be {wanted} after step 0, got None")
-        kinds = (torch.int32, torch.int64)
-        if tuple(parents.shape) != (shape[0], shape[2]) or parents.dtype not in kinds:
-            raise ValueError(f"parents must be {wanted}, got {list(parents.shape)} {parents.dtype}")
-    if not words.numel():
-        return
     if not step:
         parents = None
+    elif parents is None:
+        raise ValueError("parents must be a tensor after step 0, got None")
+    require_integers((shape[0], shape[2]), parents=parents)
+    if not words.numel():
+        return
     topk, count = words.shape[2:]
     if on_triton(words):
         launch.grow_words_kernel[(len(words),)](

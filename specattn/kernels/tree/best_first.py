@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.checks import whole_number
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_shape
 from specattn.kernels.launch import launch_options
@@ -119,13 +120,9 @@ def _check_marginals(log_probs: Tensor, tokens: Tensor, nodes: int) -> None:
         )
     require_shape(tuple(log_probs.shape), torch.int64, tokens=tokens)
     _, length, ranks = log_probs.shape
-    if length >= MAX_NODES or ranks >= MAX_NODES:
-        raise ValueError(
-            f"log_probs must have at most {MAX_NODES - 1} positions and ranks, got {length} and "
-            f"{ranks}"
-        )
+    whole_number("positions", length, 0, MAX_NODES - 1)
+    whole_number("ranks", ranks, 0, MAX_NODES - 1)
     prefixes = 0
     for depth in range(1, length + 1):
         prefixes = min(prefixes + ranks**depth, MAX_NODES)
-    if not 1 <= nodes <= min(prefixes + 1, MAX_NODES):
-        raise ValueError(f"the tree must have 1..{min(prefixes + 1, MAX_NODES)} nodes, got {nodes}")
+    whole_number("nodes", nodes, 1, min(prefixes + 1, MAX_NODES))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.checks import whole_number
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import launch_options, power_of_2
@@ -214,8 +215,7 @@ def _tree_steps(scores: Tensor, parents: Tensor, topk: int, nodes: int) -> int:
             f"{count} scores and {groups} parents are not the candidates of topk {topk}: expected "
             "topk + (num_steps - 1) * topk² and (num_steps - 1) * topk + 1"
         )
-    if not 1 <= nodes <= count + 1:
-        raise ValueError(f"the tree must have 1..{count + 1} nodes, got {nodes}")
+    whole_number("nodes", nodes, 1, count + 1)
     return (groups - 1) // topk + 1
 
 

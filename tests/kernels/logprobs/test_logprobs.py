@@ -175,11 +175,11 @@ def test_no_requests(implementation):
 @pytest.mark.parametrize(
     ("name", "make", "message"),
     [
-        ("values", lambda x: x[:, :1], r"values_out must be \[S, at least 2, 3, 1\.\.21\]"),
+        ("values", lambda x: x[:, :1], r"values_out must be \[3, 2, 3, 6\]"),
         ("values", lambda x: x.double(), r"values_out must be .* torch\.float32"),
-        ("values", lambda x: x.repeat(1, 1, 1, 5), "values_out must be"),
+        ("values", lambda x: x.repeat(1, 1, 1, 5), r"alternatives must be 0\.\.20, got 29"),
         ("ids", lambda x: x[..., :2].contiguous(), r"ids_out must be \[3, 4, 3, 6\]"),
-        ("ids", lambda x: x[..., ::2], "ids_out must be .* dense"),
+        ("ids", lambda x: x[..., ::2], "ids_out must be"),
         ("processed", lambda x: x[:, 1:].contiguous(), "processed must be"),
         ("probs", lambda x: x[..., 1:], "probs must be contiguous"),
         ("logits", lambda x: x.repeat(1, 1, 2)[..., ::2], "logits must be dense"),

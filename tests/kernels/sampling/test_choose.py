@@ -100,7 +100,7 @@ def test_top_tokens_by_their_target_ids(implementation):
     assert named.equal(target_ids[ids])
     assert named_probs.equal(probs)
     for wrong in (target_ids[1:], target_ids.int(), target_ids.repeat_interleave(2)[::2]):
-        with pytest.raises(ValueError, match="target_ids must be contiguous int64"):
+        with pytest.raises(ValueError, match="target_ids must be"):
             chosen(logits, 5, target_ids=wrong)
 
 
@@ -143,7 +143,7 @@ def test_no_rows(implementation):
 
 
 def test_more_than_there_are_is_refused(implementation):
-    with pytest.raises(ValueError, match=r"topk must be in 1\.\.3"):
+    with pytest.raises(ValueError, match=r"topk must be 1\.\.3"):
         chosen(torch.zeros(2, 3, device=DEVICE), 4)
 
 
