@@ -61,8 +61,8 @@ class Program(Protocol):
     def run(self) -> None:
         """Run: no sync, no argument, capturable."""
 
-    def holders(self) -> Sequence[Iterable[Tensor]]:
-        """Return what holds tensors whose addresses every replay compares."""
+    def holders(self) -> Sequence[Iterable[object]]:
+        """Return what holds tensors whose addresses every replay compares, among other values."""
 
     def fingerprint(self) -> Fingerprint:
         """Describe every tensor and scalar that a recording of ``run`` bakes in."""
@@ -81,7 +81,7 @@ class Captured:
     program: Program
     graph: torch.cuda.CUDAGraph | None = None
     fingerprint: Fingerprint = ()
-    holders: Sequence[Iterable[Tensor]] = field(default=(), repr=False)
+    holders: Sequence[Iterable[object]] = field(default=(), repr=False)
     addresses: list[int] | None = field(default=None, repr=False)
     order: int = 0
     seconds: float = 0.0
@@ -378,8 +378,9 @@ def _checked(buckets: Sequence[int]) -> list[int]:
     return sorted(set(buckets))
 
 
-def _addresses(holders: Iterable[Iterable[Tensor]]) -> list[int]:
-    return [*map(Tensor.data_ptr, chain.from_iterable(holders))]
+def _addresses(holders: Iterable[Iterable[object]]) -> list[int]:
+    found = chain.from_iterable(holders)
+    return [value.data_ptr() for value in found if isinstance(value, Tensor)]
 
 
 def _flat(found: Fingerprint) -> list[tuple[str, object]]:

@@ -6,6 +6,7 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from specattn.config import SpecConfig
 from specattn.errors import CaptureError
 from specattn.speculative.level import Level
 from specattn.speculative.processors import ProcessorStates
@@ -14,8 +15,6 @@ from specattn.speculative.step_decoder import StepDecoder
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from specattn.config import SpecConfig
-    from specattn.cuda_graph import GraphReport
     from specattn.engine.request import Request
     from specattn.speculative.logits_processor import LogitsProcessor
     from specattn.speculative.proposer import Proposer
@@ -24,8 +23,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Decoders:
+class Decoders(dict[SpecConfig, StepDecoder]):
     """A decoder per config; requests may have more of them captured.
+
+    That of plain decoding, if it is none of the configs, is made when it is first asked for; see
+    `specattn.engine.engine.Engine.decoder`.
 
     Parameters
     ----------
@@ -56,30 +58,28 @@ class Decoders:
         processed: bool,
         own: Sequence[LogitsProcessor] = (),
     ) -> None:
+        super().__init__()
         self._setup, self._buckets, self._own = setup, buckets, own
         self.processors = self._alloc_processors() if processed else None
-        self._made = {
-            one: self._make(StepDecoder, setup.proposer, one, buckets=buckets, sampled=sampled)
-            for one in configs
-        }
+        for one in configs:
+            draft = setup.proposer
+            self[one] = self._make(StepDecoder, draft, one, buckets=buckets, sampled=sampled)
         # levels whose captures were tried while requests ran, by config
         self._tried: set[tuple[SpecConfig, Level]] = set()
 
-    def of(self, config: SpecConfig) -> StepDecoder:
-        """Return the decoder of a config; see `specattn.engine.engine.Engine.decoder`."""
-        found = self._made.get(config)
-        if found is None and config.num_steps:
-            found = self._made.get(config.reserving(self._setup.proposer.draft_len(config)))
-        if found is None:
-            if config != self._setup.config.plain():
-                raise ValueError(f"config must be one of the engine's configs, got {config}")
-            sampled, processors = any(one.sampled for one in self), self.processors
-            # the largest bucket holds whatever batch the others hold
-            levels = {"sampled": sampled, "buckets": [max(self._buckets)]}
-            found = self._make(_LateDecoder, None, config, **levels)
-            self._made[config] = found
-            tried = Level.each(sampled=sampled, processed=processors is not None)
-            self._tried.update((config, level) for level in tried)
+    def __missing__(self, config: SpecConfig) -> StepDecoder:
+        if config.num_steps:
+            config = config.reserving(self._setup.proposer.draft_len(config))
+            if config in self:
+                return self[config]
+        if config != self._setup.config.plain():
+            raise ValueError(f"config must be one of the engine's configs, got {config}")
+        sampled, processors = any(one.sampled for one in self.values()), self.processors
+        # the largest bucket holds whatever batch the others hold
+        levels = {"sampled": sampled, "buckets": [max(self._buckets)]}
+        self[config] = found = self._make(_LateDecoder, None, config, **levels)
+        tried = Level.each(sampled=sampled, processed=processors is not None)
+        self._tried.update((config, level) for level in tried)
         return found
 
     def _make(
@@ -89,20 +89,12 @@ class Decoders:
         options = vars(setup.options) | {"processors": self.processors} | levels
         return kind(setup.target, draft, config, setup.table, setup.states, **options)
 
-    def __iter__(self) -> Iterator[StepDecoder]:
-        """Iterate over the configs' decoders, then any that `of` has made."""
-        return iter(self._made.values())
-
-    def report(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
-        """Return what capturing took, by config, and bucket."""
-        return {config: decoder.report() for config, decoder in self._made.items()}
-
     def capture_for(self, requests: Iterable[Request]) -> None:
         """Capture the levels of steps that requests need, unless that was tried."""
         for level in sorted(set().union(*[request.levels for request in requests])):
             if level is Level.PROCESSED and self.processors is None:
                 self.processors = self._alloc_processors()
-            for config, decoder in self._made.items():
+            for config, decoder in self.items():
                 if (config, level) not in self._tried:
                     with _eager_if_it_fails(decoder):
                         decoder.capture(

@@ -481,16 +481,16 @@ class Engine:
         ValueError
             If the config is neither.
         """
-        return self._decoders.of(config)
+        return self._decoders[config]
 
     @property
     def decoders(self) -> tuple[StepDecoder, ...]:
         """The configs' decoders, then any that `decoder` made for plain decoding."""
-        return tuple(self._decoders)
+        return tuple(self._decoders.values())
 
     def graphs(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
         """Return what capturing took, by the config of each decoder, and bucket."""
-        return self._decoders.report()
+        return {config: decoder.report() for config, decoder in self._decoders.items()}
 
     def metrics(self) -> EngineMetrics:
         """Return numbers for monitoring: requests, slots, tokens, and what drafts gained.
@@ -655,10 +655,10 @@ class Engine:
         lens = None
         if self._plans_on_host:
             lens = torch.tensor([one.length for one in group], dtype=torch.int32)
-        decoder, rows = self.decoder(config), [one.row for one in group]
+        rows = [one.row for one in group]
         level = max(one.level for one in group)
         began = time.perf_counter()
-        pending = decoder.step_async(
+        pending = self._decoders[config].step_async(
             rows,
             sampled=level >= Level.SAMPLED,
             processed=level >= Level.PROCESSED,
@@ -720,6 +720,6 @@ class Engine:
         self._steps, self._kept = [], False
         self._counters.dropped(self.scheduler.clear(table=table))
         # a wait that was interrupted has left its step in flight, and may be again
-        for decoder in self._decoders:
+        for decoder in self._decoders.values():
             decoder.settle()
         self._changing = False

@@ -134,14 +134,18 @@ class StepLaunch:
         if self.part.has(ForwardMode.DRAFT_EXTEND):
             self.host.write_output(self.packed)
 
-    def holders(self) -> tuple[Iterable[Tensor], ...]:
+    def holders(self) -> tuple[Iterable[object], ...]:
         """Return what holds the tensors of states, table and pools."""
         step = self.steps[0]
         pools = [slot.pool for slot in step.setup.slots]
+        caches = [cache for pool in pools for cache in (pool.k, pool.v)]
+        # views of dictionaries: of their tensors, whichever these are by then
+        states = [vars(one) for one in self._states()]
+        states += [value for one in states for value in one.values() if isinstance(value, dict)]
         return (
-            *map(_Tensors, self._states()),
+            *(one.values() for one in states),
             (step.table.req_to_token, step.table.reserved),
-            *(_tensors(cache) for pool in pools for cache in (pool.k, pool.v)),
+            *((one,) if isinstance(one, torch.Tensor) else one for one in caches),
         )
 
     def _states(self) -> tuple[BufferSet, ...]:
@@ -165,25 +169,6 @@ class StepLaunch:
             for attention in step.attention(None):
                 found += attention.fingerprint()
         return found
-
-
-@dataclass(frozen=True)
-class _Tensors:
-    """The tensors of a set, whichever it holds when it is asked."""
-
-    states: BufferSet
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for value in vars(self.states).values():
-            if isinstance(value, dict):
-                yield from value.values()
-            elif isinstance(value, torch.Tensor):
-                yield value
-
-
-def _tensors(caches: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the caches of all layers as a tuple of tensors."""
-    return (caches,) if isinstance(caches, torch.Tensor) else caches
 
 
 @contextmanager

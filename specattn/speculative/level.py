@@ -19,11 +19,6 @@ class Level(IntEnum):
     CONSTRAINED = 3
 
     @classmethod
-    def of(cls, *, sampled: bool, processed: bool, constrained: bool = False) -> Self:
-        """Return the lowest level that serves all that is asked for."""
-        return cls(3 if constrained else 2 if processed else int(sampled))
-
-    @classmethod
     def each(cls, *, sampled: bool, processed: bool, constrained: bool = False) -> frozenset[Self]:
         """Return every level above greedy that is asked for."""
         asked = zip(cls, (False, sampled, processed, constrained), strict=True)

@@ -321,10 +321,6 @@ class StepDecoder(ReadOnly):
         self._check_free()
         self._check_table()
         steps, asked, rows = self._in_flight, len(rows), tuple(rows)
-        steps.begin()
-        if not rows:
-            rows, seq_lens_cpu = (0,), torch.zeros(1, dtype=torch.int32)
-        check_lens(seq_lens_cpu, len(rows))
         if between is not None and self.cudagraph == "full":
             raise ValueError(
                 "nothing comes between the parts of one graph; see cudagraph='piecewise'"
@@ -332,12 +328,19 @@ class StepDecoder(ReadOnly):
         if grammars is not None and len(grammars) != asked:
             raise ValueError(f"grammars must be one per row, {asked}, got {len(grammars)}")
         trees = self._checked_trees(trees, asked)
+        steps.begin()
+        if not rows:
+            rows, seq_lens_cpu = (0,), torch.zeros(1, dtype=torch.int32)
         if self._plans:
             self._check_read(rows)
+        if seq_lens_cpu is not None:
+            check_lens(seq_lens_cpu, len(rows))
         if self._good != rows:
             check_rows(rows, self._known, steps.host.rows.shape[1])
             self._good = rows
-        level = Level.of(sampled=sampled, processed=processed, constrained=grammars is not None)
+        level = Level.SAMPLED if sampled else Level.GREEDY
+        level = Level.PROCESSED if processed else level
+        level = Level.CONSTRAINED if grammars is not None else level
         parts = self._parts[level]
         ready = self.runner.ready(parts, len(rows))
         found = None
@@ -395,7 +398,8 @@ class StepDecoder(ReadOnly):
         self._check_free()
         rows = tuple(rows)
         trees = self._checked_trees(trees, len(rows))
-        check_lens(seq_lens_cpu, len(rows))
+        if seq_lens_cpu is not None:
+            check_lens(seq_lens_cpu, len(rows))
         check_rows(rows, self._known, self._in_flight.host.rows.shape[1])
         host = HostBuffers.alloc(1, len(rows), self._width, self._in_flight.host.entry.device)
         host.rows[0] = torch.tensor(rows)

@@ -72,10 +72,9 @@ def check_logits(logits: Tensor, rows: int, vocab_size: int) -> None:
         )
 
 
-def check_lens(seq_lens_cpu: Tensor | None, count: int) -> None:
+def check_lens(seq_lens_cpu: Tensor, count: int) -> None:
     """Refuse lengths that are not ``[count]`` int32 on the host."""
-    if seq_lens_cpu is not None:
-        expect("seq_lens_cpu", seq_lens_cpu, (count,), torch.int32, torch.device("cpu"))
+    expect("seq_lens_cpu", seq_lens_cpu, (count,), torch.int32, torch.device("cpu"))
 
 
 def check_setup(setup: StepSetup) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specattn.batch import ForwardMode
+from specattn.cuda_graph.runner import _addresses
 from specattn.errors import CaptureMismatch, NotCapturedError
 from specattn.speculative.level import Level
 from specattn.speculative.step import StepPart
@@ -91,9 +92,7 @@ def test_every_part_of_a_step_is_compared_with_its_own_capture(step, wanted):
         assert not Failing.ran
         now = captured.program
         object.__setattr__(captured, "fingerprint", now.fingerprint())
-        object.__setattr__(
-            captured, "addresses", [t.data_ptr() for held in now.holders() for t in held]
-        )
+        object.__setattr__(captured, "addresses", _addresses(now.holders()))
     same(step.outcome(), wanted)
 
 
