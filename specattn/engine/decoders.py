@@ -62,8 +62,7 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         self._setup, self._buckets, self._own = setup, buckets, own
         self.processors = self._alloc_processors() if processed else None
         for one in configs:
-            draft = setup.proposer
-            self[one] = self._make(StepDecoder, draft, one, buckets=buckets, sampled=sampled)
+            self[one] = self._make(StepDecoder, setup.proposer, one, buckets, sampled=sampled)
         # levels whose captures were tried while requests ran, by config
         self._tried: set[tuple[SpecConfig, Level]] = set()
 
@@ -74,20 +73,35 @@ class Decoders(dict[SpecConfig, StepDecoder]):
                 return self[config]
         if config != self._setup.config.plain():
             raise ValueError(f"config must be one of the engine's configs, got {config}")
-        sampled, processors = any(one.sampled for one in self.values()), self.processors
+        sampled = any(one.sampled for one in self.values())
         # the largest bucket holds whatever batch the others hold
-        levels = {"sampled": sampled, "buckets": [max(self._buckets)]}
-        self[config] = found = self._make(_LateDecoder, None, config, **levels)
-        tried = Level.each(sampled=sampled, processed=processors is not None)
+        found = self._make(_LateDecoder, None, config, [max(self._buckets)], sampled=sampled)
+        self[config] = found
+        tried = Level.each(sampled=sampled, processed=self.processors is not None)
         self._tried.update((config, level) for level in tried)
         return found
 
     def _make(
-        self, kind: type[StepDecoder], draft: Proposer | None, config: SpecConfig, **levels: Any
+        self,
+        kind: type[StepDecoder],
+        draft: Proposer | None,
+        config: SpecConfig,
+        buckets: Sequence[int],
+        *,
+        sampled: bool,
     ) -> StepDecoder:
         setup = self._setup
-        options = vars(setup.options) | {"processors": self.processors} | levels
-        return kind(setup.target, draft, config, setup.table, setup.states, **options)
+        return kind(
+            setup.target,
+            draft,
+            config,
+            setup.table,
+            setup.states,
+            buckets=buckets,
+            sampled=sampled,
+            processors=self.processors,
+            **vars(setup.options),
+        )
 
     def capture_for(self, requests: Iterable[Request]) -> None:
         """Capture the levels of steps that requests need, unless that was tried."""

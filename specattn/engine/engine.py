@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from specattn.speculative.model import TargetModel
     from specattn.speculative.proposer import Draft
     from specattn.speculative.step_decoder import StepDecoder
-    from specattn.speculative.step_setup import CudagraphMode
+    from specattn.speculative.step_setup import CudagraphMode, EngineKeywords
 
     Scales = Sequence[KVScales] | None
     Gain = tuple[RequestOutput, list[int]]
@@ -182,7 +182,7 @@ class Engine:
         detokenize: Callable[[list[int]], str] | None = None,
         kv_dtype: torch.dtype | None = None,
         kv_scales: tuple[Scales, Scales] = (None, None),
-        **options: Any,
+        **options: Unpack[EngineKeywords],
     ) -> None:
         drafts = draft_of(draft)
         config, *configs = (one.reserving(drafts.draft_len(one)) for one in (config, *configs))

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from specattn.speculative.proposer import Proposer
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step import Step
+    from specattn.speculative.step_setup import StepArguments, StepKeywords
     from specattn.speculative.validation import TakingPart
 
 __all__ = ["CudagraphMode", "PendingStep", "StepDecoder"]
@@ -133,7 +134,7 @@ class StepDecoder(ReadOnly):
         buckets: Sequence[int] = (1,),
         sampled: bool = False,
         processors: ProcessorStates | None = None,
-        **options: Any,
+        **options: Unpack[StepKeywords],
     ) -> None:
         if config.num_steps and draft is None:
             raise ValueError(f"num_steps {config.num_steps} needs a draft model")
@@ -247,7 +248,7 @@ class StepDecoder(ReadOnly):
         """Return what capturing took, in the order of the captures."""
         return self.runner.reports()
 
-    def step(self, rows: Sequence[int], **how: Any) -> list[list[int]]:
+    def step(self, rows: Sequence[int], **how: Unpack[StepArguments]) -> list[list[int]]:
         """Advance requests and wait: `step_async`, with its arguments, then `PendingStep.wait`."""
         return self.step_async(rows, **how).wait()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from specattn.checks import one_of
 from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
     from specattn.cuda_graph.recorder import Recorder
+    from specattn.speculative.grammar import Grammar
+    from specattn.speculative.host_proposer import HostTree
     from specattn.speculative.model import ModelSlot, TargetModel
     from specattn.speculative.proposer import Proposer
     from specattn.speculative.sampling import SamplingBatch
     from specattn.speculative.states import RequestStates
+    from specattn.speculative.step import StepPart
 
 #: How a step is recorded: as one graph, or as three that a host may work between.
 CudagraphMode = Literal["full", "piecewise"]
@@ -45,6 +48,35 @@ class Acceptor(Protocol):
         out: AcceptResult,
     ) -> AcceptResult:
         """Write ``out``; no sync, capturable."""
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The fields of `StepOptions` that an engine takes as they are."""
+
+    indices: Indices
+    accept: Acceptor
+    validate: Validate
+    tbo: bool
+    capturing: Callable[[], AbstractContextManager[object]]
+
+
+class StepKeywords(EngineKeywords, total=False):
+    """The fields of `StepOptions`, as keyword arguments."""
+
+    record: bool
+    cudagraph: CudagraphMode
+    recorder: Recorder | None
+
+
+class StepArguments(TypedDict, total=False):
+    """The keyword arguments of `StepDecoder.step_async`."""
+
+    sampled: bool
+    processed: bool
+    seq_lens_cpu: Tensor | None
+    between: Callable[[StepPart], object] | None
+    grammars: Sequence[Grammar | None] | None
+    trees: Sequence[HostTree] | None
 
 
 @dataclass(frozen=True, kw_only=True)

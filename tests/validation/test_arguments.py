@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 
 import pytest
 
@@ -12,6 +13,7 @@ from specattn import (
     SpecConfig,
 )
 from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step_setup import StepArguments, StepKeywords, StepOptions
 from tests.tiny import TinyDraft, TinyTarget
 from tests.validation.steps import Failing, i32, ints, same
 from tests.worlds import DEVICE
@@ -92,3 +94,10 @@ def test_an_engine_takes_what_is_empty_for_no_default(given, message):
     config = SpecConfig(0, 1, 1, max_context_len=64, max_num_reqs=1)
     with pytest.raises(ValueError, match=message):
         Engine(TinyTarget(device=DEVICE), None, config, backend="torch_native", **given)
+
+
+def test_type_checkers_know_every_keyword():
+    options = {field.name for field in fields(StepOptions)}
+    assert StepKeywords.__annotations__.keys() == options
+    taken = signature(StepDecoder.step_async).parameters.keys() - {"self", "rows"}
+    assert StepArguments.__annotations__.keys() == taken
