@@ -34,7 +34,6 @@ from specattn.speculative.validation import (
     check_rows,
     check_setup,
     check_tree,
-    feature_width,
     taking_part,
 )
 
@@ -87,8 +86,6 @@ class StepDecoder(ReadOnly):
         Rows and slots of the requests.
     states : RequestStates
         Their states; decoders of several configs may share them.
-    features : int, optional
-        Width of the target features the draft reads; its ``feature_size``, and nothing else.
     buckets : sequence of int
         Batch sizes to capture.
     sampled : bool
@@ -130,7 +127,6 @@ class StepDecoder(ReadOnly):
         table: RequestTable,
         states: RequestStates,
         *,
-        features: int | None = None,
         buckets: Sequence[int] = (1,),
         sampled: bool = False,
         processors: ProcessorStates | None = None,
@@ -141,7 +137,6 @@ class StepDecoder(ReadOnly):
         proposer = as_proposer(draft)
         setup = StepSetup(target, proposer, config, table, states, StepOptions(**options))
         check_setup(setup)
-        feature_width(proposer, features)
         setup = setup.with_slots(lambda slot: slot.for_context(table.max_context_len))
         self.setup, self.options, device = setup, setup.options, setup.device
         self.target, self.proposer, self.draft = setup.target, setup.proposer, setup.proposer.slot

@@ -46,14 +46,6 @@ def check_prompts(prompts: Sequence[Prompt], sampling: SamplingBatch, table: Ten
     )
 
 
-def feature_width(proposer: Proposer, features: int | None) -> int:
-    """Return the width of the features; refuse another than the draft's."""
-    own = proposer.feature_size
-    if features not in (None, own):
-        raise ValueError(f"features must be the draft's feature_size, {own}, got {features}")
-    return own
-
-
 def check_features(given: int, read: int) -> None:
     """Refuse target features of another width than the draft reads."""
     if given != read:

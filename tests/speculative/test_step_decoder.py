@@ -253,7 +253,7 @@ def narrow_pool(run):
 
 def changed(run, states=None, **over):
     config = replace(run.config, **over)
-    return StepDecoder(run.target, run.draft, config, run.table, states or run.states, features=64)
+    return StepDecoder(run.target, run.draft, config, run.table, states or run.states)
 
 
 def other_states(run, topk=4, rows=6):

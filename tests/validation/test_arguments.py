@@ -68,20 +68,6 @@ def test_a_target_without_the_drafts_features_is_refused(validate):
         Engine(target, draft, config, validate=validate)
 
 
-def test_features_of_another_width_are_refused(step):
-    one = step.one.decoder
-    with pytest.raises(ValueError, match="features must be the draft's feature_size, 64, got 65"):
-        StepDecoder(
-            one.target,
-            one.draft,
-            one.config,
-            one.table,
-            one.states,
-            features=65,
-            cudagraph="piecewise",
-        )
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
