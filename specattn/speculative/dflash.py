@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.batch import Marginals
-from specattn.kernels.sampling import DRAFT, draw_tokens, target_probs, top_tokens, uniform
 from specattn.speculative.block import ContextStore, bind_block
+from specattn.speculative.draft import choose_tokens
 from specattn.speculative.proposer import BoundProposer, ModelProposer
 
 if TYPE_CHECKING:
@@ -117,30 +117,15 @@ class BoundDFlash(BoundProposer):
     def propose(self) -> Marginals:
         """Fill the block; return what each place may hold."""
         model, config, step = self.proposer.model, self.step.config, self.step
-        size = self.block_ids.shape[1]
-        positions = step.buffers.rotary(step.buffers.positions[:, :size]).flatten()
+        buffers, size = step.buffers, self.block_ids.shape[1]
+        positions = buffers.rotary(buffers.positions[:, :size]).flatten()
         logits = model.forward_block(self.block_ids.flatten(), positions, self._attend, self._rows)
-        shape = len(step), config.num_steps, config.proposals
-        if config.draft_sampling:
-            return self._draw(logits)
-        probs = logits.new_empty(len(logits), config.proposals, dtype=torch.float32)
-        ids, named = torch.empty_like(probs, dtype=torch.int64), model.target_ids
-        top_tokens(logits, config.proposals, probs_out=probs, ids_out=ids, target_ids=named)
-        tokens = model.to_target(ids) if named is None else ids
-        nothing = probs.new_empty(*shape[:2], 0)
-        return Marginals(probs.log_().view(shape), tokens.view(shape), nothing)
-
-    def _draw(self, logits: Tensor) -> Marginals:
-        """Draw a token of every place."""
-        buffers, depth = self.step.buffers, self.step.config.num_steps
-        dense = target_probs(logits, buffers.temperature, None, None, rows_per_req=depth)
-        # by the position of the token before it, as other drafts do
-        coins = uniform(buffers.seeds, buffers.positions[:, :depth], DRAFT)
-        ids = draw_tokens(dense, coins.flatten())[:, None]
-        shape = len(self.step), depth, 1
-        probs = dense.gather(1, ids).log_().view(shape)
-        tokens = self.proposer.to_target(ids).view(shape)
-        return Marginals(probs, tokens, dense.view(*shape[:2], -1))
+        draws = buffers if config.draft_sampling else None
+        # a coin belongs to the place of the token before it, as in other drafts
+        places = buffers.positions[:, : config.num_steps]
+        chosen = choose_tokens(model, logits, config.proposals, draws, places)
+        found = chosen.probs.log_(), chosen.tokens, chosen.draft_probs
+        return Marginals(*(one.unflatten(0, places.shape) for one in found))
 
     def absorb(self, accepted: AcceptResult) -> dict[str, Tensor]:
         """Write the context of the accepted path; nothing else is kept."""

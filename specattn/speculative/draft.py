@@ -16,7 +16,7 @@ from specattn.plan import mask_words
 if TYPE_CHECKING:
     from specattn.attention.multi_step import BoundMultiStep
     from specattn.config import SpecConfig
-    from specattn.speculative.model import DraftModel
+    from specattn.speculative.model import AnyDraftModel, DraftModel
     from specattn.speculative.step_buffers import StepBuffers
 
 
@@ -39,7 +39,7 @@ class DraftTokens:
 
 
 class Draws(Protocol):
-    """Each request's temperature (0 is greedy) and seed, ``[R]`` each."""
+    """Each request's temperature (0 is greedy) and seed, ``[B]`` each."""
 
     @property
     def temperature(self) -> Tensor:
@@ -51,7 +51,7 @@ class Draws(Protocol):
 
 
 def choose_tokens(
-    draft: DraftModel, logits: Tensor, topk: int, draws: Draws | None, positions: Tensor
+    draft: AnyDraftModel, logits: Tensor, topk: int, draws: Draws | None, positions: Tensor
 ) -> DraftTokens:
     """Choose each row's draft tokens: the most probable, or a drawn one.
 
@@ -59,7 +59,7 @@ def choose_tokens(
 
     Parameters
     ----------
-    draft : DraftModel
+    draft : DraftModel or BlockDraftModel
         Maps its vocabulary to the target's; with ``target_ids`` (see `DraftModel.to_target`), in
         the launch that chooses.
     logits : Tensor
@@ -69,8 +69,8 @@ def choose_tokens(
     draws : Draws or None
         How each request draws; None takes the most probable tokens.
     positions : Tensor
-        ``[R]`` int64, the target position of the token that each row's proposal follows. Only
-        draws read it.
+        ``[R]`` int64, the target position of the token that each row's proposal follows, or
+        ``[B, R / B]`` for several rows of B requests. Only draws read it.
     """
     if draws is None:
         shape = (len(logits), topk)
@@ -80,8 +80,9 @@ def choose_tokens(
         top_tokens(logits, topk, probs_out=probs, ids_out=ids, target_ids=named)
         tokens = draft.to_target(ids) if named is None else ids
         return DraftTokens(probs, tokens, probs[:, :0])
-    drawn_from = target_probs(logits, draws.temperature, None, None, rows_per_req=1)
-    coins = uniform(draws.seeds, positions, DRAFT)
+    rows_per_req = positions.shape[1:].numel()
+    drawn_from = target_probs(logits, draws.temperature, None, None, rows_per_req=rows_per_req)
+    coins = uniform(draws.seeds, positions, DRAFT).flatten()
     ids = draw_tokens(drawn_from, coins)[:, None]
     return DraftTokens(drawn_from.gather(1, ids), draft.to_target(ids), drawn_from)
 

@@ -10,7 +10,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.kernels.tree import best_first_tree
-from specattn.speculative import dflash, verify
+from specattn.speculative import draft, verify
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
 from tests.samples import sampled, star
@@ -211,10 +211,10 @@ def test_a_biased_sampler_fails_the_same_test(target, law, monkeypatch):
 
 def test_a_law_that_is_not_the_one_drawn_from_fails_the_same_test(target, law, monkeypatch):
     """A drawn chain is verified by the block's own laws."""
-    honest = dflash.draw_tokens
+    honest = draft.draw_tokens
 
     def drawn(laws_, coins):
         return honest(laws_.roll(1, 1), coins)
 
-    monkeypatch.setattr(dflash, "draw_tokens", drawn)
+    monkeypatch.setattr(draft, "draw_tokens", drawn)
     assert p_value(target, LAWS["rejection"], law) < 1e-6
