@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from specattn.buffers import BufferSet, Fingerprint
     from specattn.speculative.host_buffers import HostBuffers
     from specattn.speculative.host_proposer import HostTree
-    from specattn.speculative.processing import Processing
+    from specattn.speculative.logprobs import LogprobBuffers
+    from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.step_setup import StepSetup
 
 
@@ -89,9 +90,17 @@ class StepLaunch:
     host: HostBuffers
     packed: Tensor
 
-    def with_processing(self, processing: Processing) -> StepLaunch:
-        """Return the launch for requests with processors, over the same buffers."""
-        steps = (step.with_processing(processing.of(rows)) for step, rows in self.by_step())
+    def with_processing(
+        self, processors: ProcessorStates, logprobs: LogprobBuffers, bitmask: Tensor | None
+    ) -> StepLaunch:
+        """Return the launch for requests with processors, over the same buffers.
+
+        ``bitmask`` is that of `Processing`, of the whole batch, as ``logprobs`` are.
+        """
+        steps = []
+        for step, which in self.by_step():
+            own = None if bitmask is None else bitmask[which]
+            steps.append(step.with_processing(processors, logprobs.of(which), own))
         return replace(self, steps=tuple(steps))
 
     def by_step(self) -> Iterator[tuple[Step, slice]]:

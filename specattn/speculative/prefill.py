@@ -274,12 +274,12 @@ def first_tokens(
         logprobs = LogprobBuffers.alloc(1, len(root), 1, root.device)
         if scored is not None:
             scored.append(logprobs)
-        processing = LogitsProcessing(processors, logprobs, bitmask)
-    nodes = processing.process(tree, raw, rows)
+        # there is one entry, 0
+        processing = LogitsProcessing(processors, rows, logprobs, root[0], bitmask)
+    nodes = processing.process(tree, raw)
     accepted = accept(tree, nodes, lens.to(torch.int32), plain, sampling)
-    # there is one entry, 0
-    processing.score(accepted, raw, nodes, sampling=lambda: sampling, rows=rows, entry=root[0])
-    processing.note(rows, accepted)
+    processing.score(accepted, raw, nodes, lambda: sampling)
+    processing.note(accepted)
     return accepted.bonus_tokens
 
 

@@ -41,15 +41,11 @@ class Processing:
         """The sets that steps leave for each other."""
         return ()
 
-    def of(self, requests: slice) -> Processing:
-        """Return what is done for some requests of the step."""
-        return self
-
-    def min_p(self, rows: Tensor) -> Tensor | None:
+    def min_p(self) -> Tensor | None:
         """Return each request's ``[B]`` float32, if any has one."""
         return None
 
-    def process(self, tree: DraftTree, logits: Tensor, rows: Tensor) -> Tensor:
+    def process(self, tree: DraftTree, logits: Tensor) -> Tensor:
         """Return the logits ``[B, n, V]`` that these requests draw from."""
         return logits
 
@@ -58,10 +54,7 @@ class Processing:
         accepted: AcceptResult,
         logits: Tensor,
         processed: Tensor,
-        *,
         sampling: Callable[[], SamplingBatch],
-        rows: Tensor,
-        entry: Tensor,
     ) -> None:
         """Write the log-probabilities of accepted tokens for the host.
 
@@ -73,13 +66,9 @@ class Processing:
             ``[B, n, V]``: the target's, and processed ones.
         sampling : callable
             Gives how the requests draw, if that is needed.
-        rows : Tensor
-            ``[B]`` int64, their rows of the table.
-        entry : Tensor
-            ``[1]`` int64, which step's memory is written.
         """
 
-    def note(self, rows: Tensor, accepted: AcceptResult) -> None:
+    def note(self, accepted: AcceptResult) -> None:
         """Add accepted tokens to the histories."""
 
     def fingerprint(self) -> Fingerprint:
@@ -95,14 +84,20 @@ class LogitsProcessing(Processing):
     ----------
     processors : ProcessorStates
         What they ask for.
+    rows : Tensor
+        ``[B]`` int64, their rows of the table.
     logprobs : LogprobBuffers
         Where log-probabilities go.
+    entry : Tensor
+        ``[1]`` int64, which entry of ``logprobs`` a step writes.
     bitmask : Tensor or None
         As in `Processing`.
     """
 
     processors: ProcessorStates
+    rows: Tensor
     logprobs: LogprobBuffers
+    entry: Tensor
     bitmask: Tensor | None = None
     keeps_probs = True
 
@@ -111,28 +106,20 @@ class LogitsProcessing(Processing):
         """The requests' rows."""
         return (self.processors,)
 
-    def of(self, requests: slice) -> LogitsProcessing:
-        """Return what is done for some requests of the step."""
-        bitmask = None if self.bitmask is None else self.bitmask[requests]
-        return replace(self, bitmask=bitmask, logprobs=self.logprobs.of(requests))
-
-    def min_p(self, rows: Tensor) -> Tensor:
+    def min_p(self) -> Tensor:
         """Return each request's ``[B]`` float32."""
-        return self.processors.min_p[rows]
+        return self.processors.min_p[self.rows]
 
-    def process(self, tree: DraftTree, logits: Tensor, rows: Tensor) -> Tensor:
+    def process(self, tree: DraftTree, logits: Tensor) -> Tensor:
         """Return processed logits ``[B, n, V]`` float32."""
-        return self.processors.process(tree, logits, rows, self.bitmask)
+        return self.processors.process(tree, logits, self.rows, self.bitmask)
 
     def score(
         self,
         accepted: AcceptResult,
         logits: Tensor,
         processed: Tensor,
-        *,
         sampling: Callable[[], SamplingBatch],
-        rows: Tensor,
-        entry: Tensor,
     ) -> None:
         """Write the log-probabilities of accepted tokens; capturable."""
         if accepted.probs is None:
@@ -144,8 +131,8 @@ class LogitsProcessing(Processing):
         path_logprobs(
             logits,
             accepted,
-            rows,
-            entry,
+            self.rows,
+            self.entry,
             counts=self.processors.logprobs,
             sources=self.processors.logprobs_of,
             values_out=self.logprobs.values,
@@ -153,9 +140,9 @@ class LogitsProcessing(Processing):
             processed=processed,
         )
 
-    def note(self, rows: Tensor, accepted: AcceptResult) -> None:
+    def note(self, accepted: AcceptResult) -> None:
         """Add accepted tokens to the histories."""
-        self.processors.note(rows, accepted.accept_tokens, accepted.accept_lens)
+        self.processors.note(self.rows, accepted.accept_tokens, accepted.accept_lens)
 
     def fingerprint(self) -> Fingerprint:
         """Describe states, bitmask and log-probabilities."""

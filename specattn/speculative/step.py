@@ -20,7 +20,7 @@ from specattn.kernels.tree import best_first_tree, build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import beams_of
 from specattn.speculative.level import Level
-from specattn.speculative.processing import Processing
+from specattn.speculative.processing import LogitsProcessing, Processing
 from specattn.speculative.proposer import StepViews
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepBuffers
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from specattn.backends.base import Fillable
     from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers
+    from specattn.speculative.logprobs import LogprobBuffers
+    from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposal
     from specattn.speculative.step_setup import StepSetup
 
@@ -133,10 +135,12 @@ class Step:
         self.verify_plan = self._plan(mode, self.tree.positions, self.tree.words)
         self.verify_attention = self.target.backend.bind(self.verify_plan)
 
-    def with_processing(self, processing: Processing) -> Step:
+    def with_processing(
+        self, processors: ProcessorStates, logprobs: LogprobBuffers, bitmask: Tensor | None
+    ) -> Step:
         """Return the step over the same buffers, for requests with processors."""
-        step = copy(self)
-        step.processing = processing
+        step, rows = copy(self), self.buffers.req_pool_indices
+        step.processing = LogitsProcessing(processors, rows, logprobs, self.host.entry, bitmask)
         return step
 
     def _tree(self) -> DraftTree:
@@ -262,7 +266,7 @@ class Step:
             ``[B, n, V]``: in float32 and of its own where requests may have processors
             (`process_logits`), else ``logits``.
         """
-        return self.processing.process(tree, logits, self.buffers.req_pool_indices)
+        return self.processing.process(tree, logits)
 
     def accept(self, tree: DraftTree, logits: Tensor, *, sampled: bool = False) -> AcceptResult:
         """Decide how much of the tree is kept.
@@ -296,8 +300,7 @@ class Step:
 
     def _sampling(self, *, sampled: bool) -> SamplingBatch:
         """Return how the requests draw; greedily, unless ``sampled``."""
-        buffers = self.buffers
-        min_p = self.processing.min_p(buffers.req_pool_indices)
+        buffers, min_p = self.buffers, self.processing.min_p()
         return SamplingBatch(
             not sampled, buffers.temperature, buffers.top_k, buffers.top_p, buffers.seeds, min_p
         )
@@ -312,14 +315,8 @@ class Step:
         logits, processed : Tensor
             ``[B, n, V]``, from `verify` and `process`.
         """
-        self.processing.score(
-            accepted,
-            logits,
-            processed,
-            sampling=partial(self._sampling, sampled=True),
-            rows=self.buffers.req_pool_indices,
-            entry=self.host.entry,
-        )
+        sampling = partial(self._sampling, sampled=True)
+        self.processing.score(accepted, logits, processed, sampling)
 
     def commit(self, accepted: AcceptResult, features: Tensor) -> None:
         """Move the kept path's KV and features to the front.
@@ -392,7 +389,7 @@ class Step:
             copies=[(new, states.drafting[name]) for name, new in state.items()],
             packed_out=self.packed,
         )
-        self.processing.note(buffers.req_pool_indices, accepted)
+        self.processing.note(accepted)
 
     def pad(self) -> None:
         """Turn all requests into padding, whichever part runs.

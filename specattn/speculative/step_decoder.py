@@ -23,7 +23,6 @@ from specattn.speculative.host_proposer import HostProposer, checked_trees
 from specattn.speculative.launch import StepLaunch, StepMemory
 from specattn.speculative.level import Level
 from specattn.speculative.logprobs import LogprobBuffers
-from specattn.speculative.processing import LogitsProcessing
 from specattn.speculative.proposer import as_proposer
 from specattn.speculative.step import StepPart
 from specattn.speculative.step_setup import CudagraphMode, StepOptions, StepSetup
@@ -403,8 +402,8 @@ class StepDecoder(ReadOnly):
         if self._processors is not None:
             device = host.entry.device
             logprobs = LogprobBuffers.alloc(1, len(rows), self.config.num_steps + 1, device)
-            processing = LogitsProcessing(self._processors, logprobs, self._new_bitmask(len(rows)))
-            launch = launch.with_processing(processing)
+            bitmask = self._new_bitmask(len(rows))
+            launch = launch.with_processing(self._processors, logprobs, bitmask)
         if trees is not None:
             launch.write_trees(trees)
         (step,) = launch.steps
@@ -516,12 +515,12 @@ class StepDecoder(ReadOnly):
                 self._memory = memory
         launch = replace(self._launches[batch], part=part)
         if part.level is Level.PROCESSED and self._processors is not None:
-            assert self._in_flight.logprobs is not None
             # the host cannot write between the phases of one graph, but of plain decoding before
             pieces = part.mode is not None or not self.config.num_steps
             bitmask = self._bitmask_of(batch) if pieces else None
-            processing = LogitsProcessing(self._processors, self._in_flight.logprobs, bitmask)
-            launch = launch.with_processing(processing)
+            assert self._in_flight.logprobs is not None
+            logprobs = self._in_flight.logprobs
+            launch = launch.with_processing(self._processors, logprobs, bitmask)
         return launch
 
     def _bitmask_of(self, batch: int) -> Tensor:
