@@ -280,16 +280,17 @@ class BoundLayers(CompositeAttention):
         heads, size, dtype = config.num_qo_heads, config.v_head_dim, config.dtype
         if not isinstance(q, Tensor):
             q = _joined(q, count, config)
-        if out is None:
-            out = q.new_empty((count, heads, size) if q.dim() == 3 else (count, heads * size))
         queries = as_heads("q", q, (count, heads, config.head_dim), dtype, device)
-        found = as_heads("out", out, (count, heads, size), dtype, device)
+        given = None if out is None else as_heads("out", out, (count, heads, size), dtype, device)
         bound = self._bound_of(layer)
         if sinks is not None:
             bound = bound.with_sinks(sinks)
         if k is not None or v is not None:
             layer.store(self.stored[layer.group.view], k, v)
-        bound.run(queries, layer.k_cache, layer.v_cache, found, lse)
+        if out is None or given is None:
+            made = bound.result(queries, layer.k_cache, layer.v_cache, lse)
+            return made if q.dim() == 3 else made.flatten(1)
+        bound.run(queries, layer.k_cache, layer.v_cache, given, lse)
         return out
 
     def _bound_of(self, layer: Layer) -> BoundAttention:

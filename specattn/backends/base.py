@@ -126,6 +126,27 @@ class BoundAttention(ABC):
             in place. A row that sees no key gets output 0 and lse -inf.
         """
 
+    def result(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lse: Tensor | None = None
+    ) -> Tensor:
+        """Attend into a new tensor.
+
+        A backend whose library allocates its results overrides it, and copies nothing.
+
+        Parameters
+        ----------
+        q, k_cache, v_cache, lse
+            As in `run`.
+
+        Returns
+        -------
+        Tensor
+            ``[rows, num_qo_heads, v_head_dim]``, contiguous, of q's dtype.
+        """
+        out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
+        self.run(q, k_cache, v_cache, out, lse)
+        return out
+
     def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> BoundAttention:
         """Return this attention as one layer runs it.
 

@@ -50,6 +50,8 @@ HOPPER = (9, 0)
 #: Where a page is whole tiles of its kernels' keys (128), FA3 may load it past the request's last
 #: key, and memory that nobody wrote may hold NaN. Larger pages are read in parts of this size.
 MAX_PAGE = 64
+#: Entries of a slot table that FA3 can be shown as one row.
+MAX_ENTRIES = 2**31
 
 
 class Fa3Backend(ReadOnly):
@@ -93,6 +95,18 @@ class Fa3Backend(ReadOnly):
             )
         return found
 
+    def refusals(self, plan: AttnPlan | ExtendPlan) -> list[str]:
+        """Say why `bind` refuses a plan of slots; empty means that it does not."""
+        window = self.config.window_left
+        if isinstance(plan, ExtendPlan):
+            entries = plan.req_to_token.numel()
+            if page_of(plan.page_size, window) == 1 and entries >= MAX_ENTRIES:
+                return [f"req_to_token must have less than 2^31 entries, got {entries}"]
+        elif not plan.layout.causal and window >= 0:
+            left = f"window_left {window} counts positions (tree depth)"
+            return [f"{left}, FA3's window counts list entries"]
+        return []
+
     def bind(self, plan: Plan) -> BoundAttention:
         """Bind to the plan's kind.
 
@@ -105,20 +119,14 @@ class Fa3Backend(ReadOnly):
         window = self.config.window_left
         if isinstance(plan, CsrPlan):
             raise lists_refused(self.name)
+        if reasons := self.refusals(plan):
+            raise UnsupportedError(f"backend {self.name!r}", reasons)
         if isinstance(plan, ExtendPlan):
             return Fa3Causal(self, keys_of_prompts(plan, window), plan, window)
         if plan.layout.causal:
             # the list of a single query token ends at its window already
             left = window if plan.layout.q_len > 1 else -1
             return Fa3Causal(self, keys_of_chains(plan, window), plan, left)
-        if window >= 0:
-            raise UnsupportedError(
-                "backend 'fa3' with a tree",
-                [
-                    f"window_left {window} counts positions (tree depth), "
-                    "FA3's window counts list entries"
-                ],
-            )
         return Fa3Tree.over(self, plan)
 
     def attend(
@@ -232,11 +240,6 @@ def keys_of_prompts(plan: ExtendPlan, window_left: int) -> Keys:
             lens.copy_(plan.seq_lens + plan.qo_indptr.diff())
 
         return Keys(table, lens, fill_pages, page)
-    if slots.numel() >= 2**31:
-        raise UnsupportedError(
-            "backend 'fa3'",
-            [f"req_to_token must have less than 2^31 entries, got {slots.numel()}"],
-        )
     # The slot table as one row, whose "row" r begins at entry r: FA3 finds a row by its stride
     # alone and reads as many entries as the request has keys.
     width = min(max(1, plan.max_seq_len), slots.numel())

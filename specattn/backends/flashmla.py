@@ -6,8 +6,10 @@ Its pages have 64 tokens, see `specattn.backends.paged`. Query tokens are masked
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
+
+import torch
 
 from specattn.backends.paged import BlockTable, BoundPages, PagedBackend, latent_reasons
 from specattn.errors import UnsupportedError
@@ -41,15 +43,20 @@ class FlashMlaBackend(PagedBackend):
         """Say which widths stand in the way."""
         return latent_reasons(config, [(RANK, ROPE)])
 
-    def bind_causal(self, plan: AttnPlan) -> BoundAttention:
-        """Bind; an UnsupportedError if its kernels cannot be loaded."""
-        blocks = BlockTable.over(plan, self.page_size)
+    def __init__(self, config: AttnConfig, device: torch.device) -> None:
+        super().__init__(config, device)
         try:
-            # the shapes of the plan depend on the device, the batch and the query rows
-            parts, splits = self.planned(blocks)
+            # sgl_kernel can be imported without FlashMLA's extension, whose calls then fail
+            self.library.get_mla_metadata(torch.ones(1, dtype=torch.int32, device=device), 1, 1)
         except ImportError as error:
             raise UnsupportedError(f"backend {self.name!r}", [str(error)]) from error
-        return BoundPages(self, blocks, (parts.clone(), splits.clone()))
+
+    def bind_causal(self, plan: AttnPlan) -> BoundAttention:
+        """Bind, with a plan of FlashMLA's own."""
+        blocks = BlockTable.over(plan, self.page_size)
+        # the shapes of the plan depend on the device, the batch and the query rows
+        parts, splits = self.planned(blocks)
+        return BoundRows(self, blocks, (parts.clone(), splits.clone()))
 
     def planned(self, blocks: BlockTable) -> tuple[Tensor, Tensor]:
         """Let FlashMLA plan the lengths, on the device."""
@@ -65,10 +72,16 @@ class FlashMlaBackend(PagedBackend):
     def attend(
         self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
-        """Attend in one causal call over prefix and tail."""
+        """Copy what FlashMLA returns."""
+        out.copy_(self.result(bound, q, k, v, lse))
+
+    def result(
+        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None
+    ) -> Tensor:
+        """Attend in one causal call over prefix and tail; FlashMLA allocates the result."""
         check_latent(k, v)
         blocks, shape = bound.blocks, bound.shape
-        result, sums = self.library.flash_mla_with_kvcache(
+        found: tuple[Tensor, Tensor] = self.library.flash_mla_with_kvcache(
             q.unflatten(0, shape),
             blocks.pages(k),
             blocks.table,
@@ -78,6 +91,19 @@ class FlashMlaBackend(PagedBackend):
             softmax_scale=self.config.sm_scale,
             causal=shape[1] > 1,
         )
-        out.unflatten(0, shape).copy_(result)
         if lse is not None:
-            lse.unflatten(0, shape).copy_(sums.transpose(1, 2))
+            lse.unflatten(0, shape).copy_(found[1].transpose(1, 2))
+        return found[0].flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class BoundRows(BoundPages):
+    """FlashMLA over a block table, whose results need no copy."""
+
+    backend: FlashMlaBackend
+
+    def result(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lse: Tensor | None = None
+    ) -> Tensor:
+        """Attend; see `BoundAttention.result`."""
+        return self.backend.result(self, q, k_cache, v_cache, lse)

@@ -103,22 +103,25 @@ class PagedBackend(ReadOnly, ABC):
     def geometry(config: AttnConfig) -> list[str]:
         """Say which head counts and widths stand in the way."""
 
+    def refusals(self, plan: Plan) -> list[str]:
+        """Say why `bind` refuses a plan: only causal ones of whole pages are served."""
+        if isinstance(plan, CsrPlan):
+            return ["index lists are not served, its kernels read whole pages (indices='table')"]
+        if not isinstance(plan, AttnPlan):
+            return ["prompts are not served; give them to another backend (hybrid(prefill=...))"]
+        if not plan.layout.causal:
+            return ["trees are not served, its kernels know causal masks only (topk 1)"]
+        if (have := plan.layout.page_size) % self.page_size:
+            needed = f"a multiple of {self.page_size}"
+            return [f"page_size must be {needed}, got {have} (SpecConfig.page_size)"]
+        return []
+
     def bind(self, plan: Plan) -> BoundAttention:
         """Bind to a causal plan of whole pages; refuse others by name."""
-        if isinstance(plan, AttnPlan) and plan.layout.causal:
-            if plan.layout.page_size % self.page_size == 0:
-                return self.bind_causal(plan)
-            reason = (
-                f"page_size must be a multiple of {self.page_size}, "
-                f"got {plan.layout.page_size} (SpecConfig.page_size)"
-            )
-        elif isinstance(plan, AttnPlan):
-            reason = "trees are not served, its kernels know causal masks only (topk 1)"
-        elif isinstance(plan, CsrPlan):
-            reason = "index lists are not served, its kernels read whole pages (indices='table')"
-        else:
-            reason = "prompts are not served; give them to another backend (hybrid(prefill=...))"
-        raise UnsupportedError(f"backend {self.name!r}", [reason])
+        if reasons := self.refusals(plan):
+            raise UnsupportedError(f"backend {self.name!r}", reasons)
+        assert isinstance(plan, AttnPlan)
+        return self.bind_causal(plan)
 
     def bind_causal(self, plan: AttnPlan) -> BoundAttention:
         """Bind to a plan whose words are causal by construction."""

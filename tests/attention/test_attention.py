@@ -623,6 +623,38 @@ def test_others_are_refused_by_name(backend):
     assert not any(cache[host.after(3)[0]].isfinite().any() for cache in host.caches)
 
 
+def test_a_result_that_a_library_allocated_is_handed_on():
+    """Flat or as heads, as q is; a layer that is given a tensor has it written there."""
+    from specattn.backends.base import BoundAttention
+    from specattn.backends.torch_native import TorchNativeBackend
+
+    held = torch.randn(2, 4, 16, device=DEVICE)
+
+    class Bound(BoundAttention):
+        def run(self, q, k_cache, v_cache, out, lse=None):
+            out.copy_(held)
+
+        def result(self, q, k_cache, v_cache, lse=None):
+            return held
+
+    class Allocating(TorchNativeBackend):
+        def bind(self, plan):
+            return Bound()
+
+    host = Host(1)
+    attention = Attention(host.table, max_batch=1, backend=Allocating)
+    layer = host.layer(attention)
+    forward = attention.forward(RowLayout(2, 2, Phase.VERIFY), 1)
+    q, *_ = host.new(2)
+    heads = q.unflatten(1, (4, 16))
+    assert forward.attend(layer, heads) is held
+    flat = forward.attend(layer, q)
+    assert (flat.shape, flat.data_ptr()) == ((2, 64), held.data_ptr())
+    out = torch.empty_like(held)
+    assert forward.attend(layer, heads, out=out) is out
+    assert torch.equal(out, held)
+
+
 def test_backends_that_plan_on_the_host_are_refused():
     from specattn.backends.base import Capabilities
     from specattn.backends.torch_native import TorchNativeBackend

@@ -143,15 +143,26 @@ def test_what_cannot_be_served_is_refused_by_name():
 
 
 def test_kernels_that_do_not_load_are_an_error_with_their_cause(monkeypatch):
-    case = make_tree_case([3], mode="chain", q_len=1, **FORM)
-    backend = FlashMlaBackend(config_of(case), torch.device(DEVICE))
-
     def broken(*args):
         raise ImportError("Failed to load sgl_kernel.flashmla_ops extension")
 
-    monkeypatch.setattr(backend.library, "get_mla_metadata", broken)
+    config = config_of(make_tree_case([3], mode="chain", q_len=1, **FORM))
+    library = import_module(FlashMlaBackend.module)
+    monkeypatch.setattr(library, "get_mla_metadata", broken)
     with pytest.raises(UnsupportedError, match="Failed to load"):
-        backend.bind(plan_of(case))
+        FlashMlaBackend(config, torch.device(DEVICE))
+
+
+def test_a_new_result_is_what_is_written_in_place():
+    """FlashMLA allocates its results; what a layer returns is that memory."""
+    case = make_tree_case([60, 0, 130], mode="chain", q_len=4, **FORM)
+    bound = bind(case)
+    attend(bound, case)
+    result, lse = bound.result(case.q, case.k_cache, case.v_cache, own := case.lse.clone()), own
+    assert result.is_contiguous()
+    assert (result.dtype, result.shape) == (case.out.dtype, case.out.shape)
+    assert torch.equal(result, case.out)
+    assert torch.equal(lse, case.lse)
 
 
 def test_reasons_name_the_limits(monkeypatch):

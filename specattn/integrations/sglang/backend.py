@@ -64,17 +64,19 @@ class LayerBackend(AttentionBackend):
         elif self.layers.latent:
             v = None
         count, rows = forward.num_tokens, q.shape[0]
-        out = q.new_empty(rows, layer.tp_q_head_num * layer.v_head_dim)
-        # of a prompt padded to a captured number of tokens
-        out[count:].zero_()
-        forward.attend(
+        out = None
+        if rows > count:
+            # a prompt padded to a captured number of tokens
+            out = q.new_empty(rows, layer.tp_q_head_num * layer.v_head_dim)
+            out[count:].zero_()
+        found = forward.attend(
             self.layers.of(layer),
             q[:count].reshape(count, -1),
             _rows(k, count),
             _rows(v, count),
-            out=out[:count],
+            out=None if out is None else out[:count],
         )
-        return out
+        return found if out is None else out
 
     forward_extend = forward_decode
 
