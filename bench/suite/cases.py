@@ -37,6 +37,8 @@ class Case:
         Dtype of keys and values, if not ``dtype``: ``float8_e4m3fn``, with scales.
     fixed : bool
         The deterministic mode, whose sums do not depend on the batch.
+    auto : bool
+        By the backend that ``auto`` takes, where a `choices` record may name another library.
     """
 
     mode: str
@@ -54,6 +56,7 @@ class Case:
     sinks: bool = False
     stored: str = ""
     fixed: bool = False
+    auto: bool = False
 
     @property
     def batch(self) -> int:
@@ -120,6 +123,8 @@ class Case:
             found.append("fp8")
         if self.fixed:
             found.append("deterministic")
+        if self.auto:
+            found.append("auto")
         if self.window_left >= 0:
             found.append(f"window {self.window_left}")
         if self.logit_cap:

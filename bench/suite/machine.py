@@ -29,6 +29,7 @@ def machine(commit: str | None = None) -> dict[str, Any]:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         found["device"] = properties.name
+        found["capability"] = f"{properties.major}.{properties.minor}"
         found["multiprocessors"] = properties.multi_processor_count
         found["memory_gb"] = round(properties.total_memory / 2**30, 1)
     for name, module in LIBRARIES.items():

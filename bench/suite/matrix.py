@@ -84,7 +84,15 @@ def _pages() -> list[Cell]:
     )
     large += _named("8 x 32k tree 4-3-8", heads=(8, 1))
     sized = [(case, size) for case in both for size in (16, 64)] + [(case, 64) for case in large]
-    return [Cell(with_page(case, size), (("page 1", case),)) for case, size in sized]
+    return [_auto(Cell(with_page(case, size), (("page 1", case),))) for case, size in sized]
+
+
+def _auto(cell: Cell) -> Cell:
+    """Return the cell beside what ``auto`` takes, where that may be another library."""
+    case = cell.case
+    if case.mode != "prompt" and case.heads != (128, 1):
+        return cell
+    return replace(cell, variants=(*cell.variants, ("auto", replace(case, auto=True))))
 
 
 def _chains() -> list[Cell]:
@@ -115,12 +123,14 @@ def _extends() -> list[Cell]:
         "8 x 8k prompt 512; 1 x 8k prompt 8k; 1 x 8k prompt 512; 1 x 64k prompt 512; "
         "1 x 0 prompt 8k"
     )
-    return _cells(
+    found = _cells(
         _each("extend 1..6", "1 x 8k, 8 x 8k, 32 x 4k, 128 x 1k"),
         _each("extend 1..8", MIXED),
         _named(prompts),
         _each("prompt 512", "8 x 8k", dtype="float16"),
+        _named("8 x 8k prompt 512; 1 x 8k prompt 8k", head_dim=64),
     )
+    return [*map(_auto, found)]
 
 
 def _options() -> list[Cell]:
@@ -164,9 +174,11 @@ def _latent() -> list[Cell]:
         # no peer takes trees; the chain beside them does as much work
         four, alike = (mla(case, heads) for case in _named("8 x 32k chain 4; 8 x 32k tree 2-2-4"))
         cells.append(Cell(four, (("tree", alike),)))
+    # from how many requests on FlashMLA gains
+    cells += [Cell(mla(case, 128)) for case in _named("4 x 16k decode; 8 x 16k decode")]
     more = _named(f"128 x 1k decode; {MIXED} chain 4; 8 x 16k chain 8")
     return [
-        *cells,
+        *map(_auto, cells),
         *(Cell(mla(make("16 x 16k decode"), 16, size)) for size in (1, 16)),
         *(Cell(mla(case, 16)) for case in more),
         Cell(mla(make("8 x 8k tree 4-3-8"), 16), peers=False),

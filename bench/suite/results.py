@@ -67,16 +67,21 @@ class Found:
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
+    def ours(self) -> Line | None:
+        """What users get: by ``auto``, where that may be another library."""
+        return self.variants.get("auto", self.own)
+
+    @property
     def best(self) -> Line | None:
         """The fastest peer."""
         return min(self.peers.values(), key=lambda line: line.us, default=None)
 
     def against(self, *names: str) -> float | None:
-        """How many times longer the fastest of these peers takes; of all, if none is named."""
+        """How many times longer than `ours` the fastest of some peers takes; of all by default."""
         lines = [self.peers[name] for name in names or self.peers if name in self.peers]
-        if self.own is None or not lines:
+        if self.ours is None or not lines:
             return None
-        return min(line.us for line in lines) / self.own.us
+        return min(line.us for line in lines) / self.ours.us
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from .results import Found, Line, PartFound
 
 NONE = "-"
+#: The variant of a cell that the choice of ``auto`` computes.
+AUTO = "auto"
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> str:
@@ -48,16 +50,19 @@ def cells(chosen: list[Found]) -> str:
     """Everybody's time in every cell with peers."""
     found = [cell for cell in chosen if cell.own and (cell.peers or cell.refused)]
     names = list(dict.fromkeys(name for cell in found for name in cell.peers))
+    by_auto = [AUTO] if any(AUTO in cell.variants for cell in found) else []
     rows = []
     for cell in found:
         own, best = cell.own, cell.best
         assert own is not None
         row = [cell.name, f"**{micros(own.us)}**", percent(own.of_copy), f"{own.tflops:.0f}"]
+        auto = cell.variants.get(AUTO)
+        row += [micros(auto and auto.us) for _ in by_auto]
         for name in names:
             line = cell.peers.get(name)
             row.append(f"{micros(line.us)}{' *' if line is best else ''}" if line else NONE)
         rows.append([*row, times(cell.against())])
-    head = ["cell", "specattn us", "of copy", "TFLOP/s", *names, "best peer / specattn"]
+    head = ["cell", "specattn us", "of copy", "TFLOP/s", *by_auto, *names, "best peer / specattn"]
     return table(head, rows) if rows else ""
 
 

@@ -164,8 +164,9 @@ def choose_backend(
     ----------
     backend : str or BackendFactory
         A backend, or a composite, which must then serve every configuration. By name also
-        ``"prefill,decode[,verify]"``, and ``"auto"``: the first of `AUTO` that serves, with the
-        choice, and what stood in the way of the others, logged.
+        ``"prefill,decode[,verify]"``, and ``"auto"``: the first of `AUTO` that serves, and beside
+        it whatever `specattn.backends.fastest` has on record as faster. The choices are logged, and
+        what stood in the way of others.
     configs : list of AttnConfig
         The distinct layer configurations.
     device : torch.device
@@ -186,6 +187,8 @@ def choose_backend(
 
 
 def _choose(configs: list[AttnConfig], device: torch.device) -> BackendFactory:
+    from specattn.backends.fastest import faster
+
     refused: dict[str, list[str]] = {}
     for name, why in AUTO.get(device.type, AUTO["cpu"]).items():
         candidate = load_backend(name)
@@ -194,7 +197,7 @@ def _choose(configs: list[AttnConfig], device: torch.device) -> BackendFactory:
             for other, stood in refused.items():
                 log.warning("backend auto: not %s on %s: %s", other, device, "; ".join(stood))
             log.info("backend auto: %s on %s (%s)", name, device, why)
-            return candidate
+            return faster(candidate, configs, device)
         refused[name] = reasons
     raise UnsupportedError(
         f"backend 'auto' on {device}",

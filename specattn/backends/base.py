@@ -362,6 +362,14 @@ def recordable(backend: AttentionBackend, plan: Plan) -> bool:
     return backend.capabilities.graphs
 
 
+def attending(backend: AttentionBackend, plan: Plan) -> str:
+    """Name what attends in a plan's forward: of a composite, its parts that do."""
+    if isinstance(backend, CompositeBackend):
+        parts = dict.fromkeys(attending(part, plan) for part in backend.serving(plan))
+        return ", ".join(parts)
+    return str(getattr(backend, "name", type(backend).__name__))
+
+
 def reasons_of(
     backend: BackendFactory, config: AttnConfig | None, device: torch.device
 ) -> list[str]:

@@ -52,18 +52,22 @@ def bench(
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="List parts, cells and peers.")] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Write tables of docs/ from DIR.")
+        bool, typer.Option("--report", help="Write what auto takes, and tables of docs/, from DIR.")
     ] = False,
     shard: Annotated[str, typer.Option("--shard", hidden=True)] = "",
 ) -> None:
     """Time attention against other libraries on this GPU; results are checked first."""
     import torch
 
+    from specattn.backends import fastest
+
     _check_read(ctx)
     chosen = _chosen(full, part or [], only)
     folder = out or _results()
     if report:
-        for path in _suite("report").write(*_to_report(folder)):
+        results, docs = _to_report(folder)
+        record = _suite("choices").write(_suite("results").read(results), fastest.RECORD)
+        for path in (*_suite("report").write(results, docs), record):
             print(path)
         return
     if listing:

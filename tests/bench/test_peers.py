@@ -35,6 +35,9 @@ CASES = [
     cases.float8(cases.make("30 + 9 prompt 17", **SHAPE)),
     cases.fixed(cases.make("5 + 70 + 33 tree 4-3-8", **SHAPE)),
     cases.fixed(cases.make("20 + 41 draft topk 4 step 2", **SHAPE)),
+    replace(cases.make("30 + 9 prompt 17", page_size=16, **SHAPE), auto=True),
+    replace(cases.mla(cases.make("20 + 40 chain 2"), 4), auto=True),
+    replace(cases.mla(cases.make("20 + 40 decode"), 4), auto=True),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from bench.suite import matrix, report, summary
 from bench.suite.results import read
+from specattn.backends import fastest
 from specattn.cli import bench as command
 from specattn.cli.app import app
 from tests.bench import made_up
@@ -88,6 +90,17 @@ def test_ratios_are_those_of_the_fixture(cells):
     assert all(ratio.points for ratio in found.values()), "the matrix has cells for every ratio"
 
 
+def test_what_auto_takes_stands_beside_the_own_kernels(parts):
+    """It is what counts against others."""
+    (cell,) = (cell for part in parts for cell in part.cells if cell.name == "1 x 64k prompt 512")
+    taken = replace(cell, variants={"auto": replace(cell.own, us=cell.own.us / 2)})
+    alone = replace(cell, variants={})
+    assert (taken.ours.us, alone.ours) == (cell.own.us / 2, cell.own)
+    assert taken.against("FA3") == pytest.approx(2 * alone.against("FA3"))
+    assert "| auto |" in report.tables.cells([taken])
+    assert "| auto |" not in report.tables.cells([alone])
+
+
 def test_a_page_is_filled_in_between_its_marks(parts, tmp_path):
     docs = tmp_path / "docs"
     docs.mkdir()
@@ -121,13 +134,14 @@ def test_what_is_written_is_what_is_checked(tmp_path):
     assert [path.read_text() for path in report.write(folder, docs)] == before
 
 
-def test_the_command_writes_the_page(monkeypatch, tmp_path):
+def test_the_command_writes_the_page_and_what_auto_takes(monkeypatch, tmp_path):
     asked = []
     suite = command._suite("report")
     monkeypatch.setattr(suite, "write", lambda *where: asked.append(where) or [Path("page.md")])
+    monkeypatch.setattr(fastest, "RECORD", tmp_path / "fastest.json")
     out = CliRunner().invoke(app, ["bench", "--report", "--out", str(tmp_path)])
     assert out.exit_code == 0, out.output
-    assert out.output == "page.md\n"
+    assert out.output == f"page.md\n{tmp_path / 'fastest.json'}\n"
     assert asked == [(tmp_path, ROOT / "docs")]
     absent = CliRunner().invoke(app, ["bench", "--report", "--out", str(tmp_path / "typo")])
     assert (absent.exit_code, len(asked)) == (2, 1)

@@ -14,7 +14,7 @@ from .flashinfer import (
     FlashInferMaskGraph,
 )
 from .latent import Fa3Latent, FlashInferMla, FlashMla
-from .ours import Ours, OursFixed, OursPrompt
+from .ours import Ours, OursAuto, OursFixed, OursPrompt
 from .sglang import SglangDecode, SglangExtend
 from .xqa import Xqa
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..cases import Case
     from .base import Contestant
 
-OURS: tuple[type[Contestant], ...] = (Ours, OursFixed, OursPrompt)
+OURS: tuple[type[Contestant], ...] = (OursAuto, Ours, OursFixed, OursPrompt)
 PEERS: tuple[type[Contestant], ...] = (
     Fa3,
     Fa3Ahead,

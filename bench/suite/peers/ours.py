@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from specattn.config import KVScales
+from specattn.backends import choose_backend
+from specattn.backends.base import attending
+from specattn.batch import Phase, RowLayout
+from specattn.config import AttnConfig, KVScales
 from specattn.kernels.attention import DeterministicSplits, TreeAttention, extend_attention
 from specattn.kernels.mla import MlaAttention
+from specattn.plan import AttnPlan, ExtendPlan
 
 from .base import Contestant, query_offsets
 
@@ -67,6 +71,73 @@ class _Planned(Contestant):
     def detail(self) -> dict[str, Any]:
         grid = self.kernel.kernels.grid
         return {"tile": asdict(grid.tile), "splits": grid.splits}
+
+
+class OursAuto(Contestant):
+    """What `auto` takes, called as an engine calls it."""
+
+    name = "specattn"
+    packs = False
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        case = batch.case
+        config = AttnConfig(
+            *case.heads,
+            case.head_dim,
+            case.v_dim,
+            dtype=batch.dtype,
+            sm_scale=batch.scale,
+            latent=case.latent,
+        )
+        backend = choose_backend("auto", [config], batch.device)(config, batch.device)
+        plan = prompts(batch) if case.mode == "prompt" else chains(batch)
+        self.bound, self.taken = backend.bind(plan), attending(backend, plan)
+
+    @classmethod
+    def refuses(cls, case: Case) -> str | None:
+        return None if case.auto and case.mode in ("prompt", "chain") else ""
+
+    def plan(self) -> None:
+        self.bound.fill()
+
+    def run(self, pool: int) -> None:
+        batch = self.batch
+        self.out = self.bound.result(self.q, batch.k(pool), batch.v(pool), batch.lse)
+
+    def detail(self) -> dict[str, Any]:
+        return {"backend": self.taken}
+
+
+def prompts(batch: Batch) -> ExtendPlan:
+    """Return the plan of a batch of prompts."""
+    case = batch.case
+    return ExtendPlan(
+        batch.table,
+        batch.rows,
+        batch.lens,
+        query_offsets(batch),
+        batch.tails.view(1, -1),
+        max_q_len=case.q_len,
+        max_seq_len=max(case.lengths) + case.q_len,
+        page_size=case.page_size,
+    )
+
+
+def chains(batch: Batch) -> AttnPlan:
+    """Return the plan of a batch of chains."""
+    case = batch.case
+    phase = Phase.DECODE if case.q_len == 1 else Phase.VERIFY
+    return AttnPlan(
+        RowLayout(case.q_len, case.tail, phase, causal=True, page_size=case.page_size),
+        batch.table,
+        batch.rows,
+        batch.lens,
+        batch.positions,
+        batch.tails,
+        batch.tail_positions,
+        batch.words,
+    )
 
 
 class Ours(_Planned):

@@ -1,0 +1,236 @@
+"""Backends that a benchmark measured to be faster, for the forwards where they are.
+
+``fastest.json`` beside this module is a record of ``specattn bench``, by compute capability. What
+``auto`` takes follows from it, from what is installed and from the layers alone: nothing is timed,
+so that all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+
+from specattn.backends import load_backend
+from specattn.backends.base import AttentionBackend, CompositeBackend, reasons_of
+from specattn.batch import Phase
+from specattn.errors import UnsupportedError
+from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specattn.backends.base import BackendFactory, BoundAttention, Capabilities
+    from specattn.config import AttnConfig
+
+RECORD = Path(__file__).with_suffix(".json")
+#: Forwards that another backend may take over.
+PROMPTS, DECODE, CHAINS = "prompts", "decode", "chains"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A line of the record: who is faster than the library's own kernels, and at what.
+
+    Parameters
+    ----------
+    backend : str
+        Its name.
+    forwards : str
+        ``prompts``; ``decode``, of one query token per request; or ``chains`` of more.
+    dtype : str
+        Of q, k and v, e.g. ``bfloat16``.
+    head_dim : int
+        As in `AttnConfig`.
+    latent_heads : int
+        Query heads of ``latent`` layers; 0 for all other layers, with any heads.
+    page_size : int
+        Slots of a page.
+    batch : int
+        From how many requests on.
+    gain, least : float
+        The library's own time over the backend's: geometric mean, and in the worst cell.
+    cells : int
+        How many were measured.
+    measured : str
+        Card, versions and date.
+    """
+
+    backend: str
+    forwards: str
+    dtype: str
+    head_dim: int
+    latent_heads: int
+    page_size: int
+    batch: int
+    gain: float
+    least: float
+    cells: int
+    measured: str
+
+    def covers(self, config: AttnConfig) -> bool:
+        """Whether such layers were measured: none with a window, a cap, sinks or float8."""
+        plain = config.window_left < 0 and not config.logit_cap and not config.sinks
+        return (
+            plain
+            and config.kv_dtype is None
+            and config.dtype == getattr(torch, self.dtype)
+            and config.head_dim == self.head_dim
+            and (config.num_qo_heads if config.latent else 0) == self.latent_heads
+        )
+
+    def takes(self, plan: AttnPlan | ExtendPlan) -> bool:
+        """Whether such forwards were measured: neither trees nor draft extends."""
+        if isinstance(plan, ExtendPlan):
+            kind, page = PROMPTS, plan.page_size
+        elif plan.layout.causal and plan.layout.phase is not Phase.PREFILL:
+            kind, page = DECODE if plan.layout.q_len == 1 else CHAINS, plan.layout.page_size
+        else:
+            return False
+        wide = len(plan.req_pool_indices) >= self.batch
+        return wide and (kind, page) == (self.forwards, self.page_size)
+
+    @property
+    def what(self) -> str:
+        """The forwards and layers, in words."""
+        layers = f"{self.latent_heads} latent heads" if self.latent_heads else "heads"
+        some = f" of {self.batch} requests or more" if self.batch > 1 else ""
+        pages = f"pages of {self.page_size}"
+        return f"{self.forwards}{some}: {layers} of {self.head_dim} in {self.dtype}, {pages}"
+
+    @property
+    def why(self) -> str:
+        """The figures, in words."""
+        times = f"{self.gain:.2f} times as fast as the own kernels, {self.least:.2f} at worst"
+        return f"{times} of {self.cells} cells; {self.measured}"
+
+
+def recorded(device: torch.device) -> tuple[Choice, ...]:
+    """Return the record of a device's compute capability; none for CPUs."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ()
+    major, minor = torch.cuda.get_device_capability(device)
+    return tuple(
+        Choice(**one) for one in json.loads(RECORD.read_text()).get(f"{major}.{minor}", ())
+    )
+
+
+class Choosy(AttentionBackend, Protocol):
+    """A backend that says beforehand which plans it refuses."""
+
+    def refusals(self, plan: AttnPlan | ExtendPlan) -> list[str]:
+        """Say why ``bind`` refuses a plan; empty means that it does not."""
+
+
+def made(choice: Choice, config: AttnConfig, device: torch.device) -> Choosy:
+    """Make a recorded backend.
+
+    Raises
+    ------
+    UnsupportedError
+        If it cannot serve the layers here, or its library does not load.
+    """
+    backend = load_backend(choice.backend)
+    if reasons := reasons_of(backend, config, device):
+        raise UnsupportedError(f"backend {backend.name!r}", reasons)
+    return cast("Choosy", backend(config, device))
+
+
+def faster(
+    base: BackendFactory, configs: Sequence[AttnConfig], device: torch.device
+) -> BackendFactory:
+    """Return ``base`` with all recorded backends that can serve one of the layers.
+
+    What is chosen is logged, and what stands in the way of others.
+    """
+    chosen, refused = [], {}
+    for choice in recorded(device):
+        for config in filter(choice.covers, configs):
+            try:
+                made(choice, config, device)
+            except UnsupportedError as error:
+                refused[choice] = error
+            else:
+                chosen.append(choice)
+                log.info("backend auto: %s for %s (%s)", choice.backend, choice.what, choice.why)
+                break
+        else:
+            if choice in refused:
+                why = "; ".join(refused[choice].reasons)
+                log.info("backend auto: not %s for %s: %s", choice.backend, choice.what, why)
+    return FastestBackend(base, tuple(chosen)) if chosen else base
+
+
+@dataclass(frozen=True)
+class FastestBackend:
+    """A backend for all forwards, and others for those where they were measured to be faster.
+
+    Parameters
+    ----------
+    base : BackendFactory
+        Serves what no choice takes over.
+    choices : tuple of Choice
+        Of the record.
+    """
+
+    base: BackendFactory
+    choices: tuple[Choice, ...]
+
+    @property
+    def name(self) -> str:
+        """E.g. ``auto(triton; prompts fa3)``."""
+        parts = dict.fromkeys(f"{one.forwards} {one.backend}" for one in self.choices)
+        return f"auto({self.base.name}; {', '.join(parts)})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the base, which serves where another one does not."""
+        return self.base.capabilities
+
+    def reasons(self, config: AttnConfig | None, device: torch.device) -> list[str]:
+        """Say why the base cannot serve ``config``."""
+        return self.base.reasons(config, device)
+
+    def __call__(self, config: AttnConfig, device: torch.device) -> AttentionBackend:
+        """Make the base, and what is faster for layers of this geometry."""
+        base, parts = self.base(config, device), []
+        for choice in self.choices:
+            if choice.covers(config):
+                # layers of one width may still differ in what is not measured, as their values' is
+                with suppress(UnsupportedError):
+                    parts.append((choice, made(choice, config, device)))
+        return FastestLayer(config, base.capabilities, base, tuple(parts)) if parts else base
+
+
+@dataclass(frozen=True)
+class FastestLayer(CompositeBackend):
+    """`FastestBackend` for one layer geometry.
+
+    A plan binds the backend that serves it and no other, so that workspaces exist only where they
+    are used.
+    """
+
+    config: AttnConfig
+    capabilities: Capabilities
+    base: AttentionBackend
+    faster: tuple[tuple[Choice, Choosy], ...]
+
+    def serving(self, plan: Plan) -> tuple[AttentionBackend]:
+        """Return the first recorded backend that serves a plan, else the base."""
+        if not isinstance(plan, CsrPlan):
+            for choice, backend in self.faster:
+                if choice.takes(plan) and not backend.refusals(plan):
+                    return (backend,)
+        return (self.base,)
+
+    def bind(self, plan: Plan) -> BoundAttention:
+        """Bind the backend that serves the plan."""
+        (backend,) = self.serving(plan)
+        return backend.bind(plan)
