@@ -13,22 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .batch import Arena, Batch
-from .peers import PEERS, own
+from .peers import own
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .cases import Case, Cell
-    from .peers.base import Contestant
-
-
-def compiled(case: Case, peers: bool) -> list[type[Contestant]]:
-    """Return the contestants of a case that Triton compiles."""
-    found = [own(case)]
-    for kind in PEERS if peers else ():
-        if kind.__module__.endswith("sglang") and not kind.absent() and kind.refuses(case) is None:
-            found.append(kind)
-    return found
 
 
 def key(case: Case) -> tuple[Any, ...]:
@@ -36,29 +26,27 @@ def key(case: Case) -> tuple[Any, ...]:
     return replace(case, lengths=(), shape=()), case.tail, min(case.batch, 9)
 
 
-def share(cells: Iterable[Cell], index: int, count: int) -> list[tuple[Case, bool]]:
-    """Return every ``count``-th group of cases with equal keys, and whether peers run them."""
-    groups: dict[Any, list[tuple[Case, bool]]] = {}
+def share(cells: Iterable[Cell], index: int, count: int) -> list[Case]:
+    """Return every ``count``-th group of cases with equal keys."""
+    groups: dict[Any, list[Case]] = {}
     for cell in cells:
         for case in cell.cases:
-            groups.setdefault(key(case), []).append((case, cell.peers and case is cell.case))
-    return [item for group in list(groups.values())[index::count] for item in group]
+            groups.setdefault(key(case), []).append(case)
+    return [case for group in list(groups.values())[index::count] for case in group]
 
 
 def work(cells: Iterable[Cell], index: int, count: int) -> int:
     """Make this process's share of the calls; return how many failed."""
     arena = Arena(torch.device("cuda"), only_one=True)
     failed = 0
-    for case, peers in share(cells, index, count):
+    for case in share(cells, index, count):
         try:
             arena.reserve([case])
-            batch = Batch(case, arena)
-            for kind in compiled(case, peers):
-                contestant = kind(batch)
-                contestant.plan()
-                contestant.run(0)
+            contestant = own(case)(Batch(case, arena))
+            contestant.plan()
+            contestant.run(0)
             torch.cuda.synchronize()
-        # the run itself reports it, with the contestant's name
+        # the run itself reports it
         except Exception:
             traceback.print_exc()
             failed += 1

@@ -14,15 +14,13 @@ from .flashinfer import (
     FlashInferMaskGraph,
 )
 from .latent import Fa3Latent, FlashInferMla, FlashMla
-from .ours import Ours, OursAuto, OursFixed, OursPrompt
-from .sglang import SglangDecode, SglangExtend
+from .ours import Ours, OursAuto, OursPrompt
 from .xqa import Xqa
 
 if TYPE_CHECKING:
     from ..cases import Case
     from .base import Contestant
 
-OURS: tuple[type[Contestant], ...] = (OursAuto, Ours, OursFixed, OursPrompt)
 PEERS: tuple[type[Contestant], ...] = (
     Fa3,
     Fa3Ahead,
@@ -38,11 +36,11 @@ PEERS: tuple[type[Contestant], ...] = (
     FlashInferCascade,
     Xqa,
     FlashInferMla,
-    SglangExtend,
-    SglangDecode,
 )
 
 
 def own(case: Case) -> type[Contestant]:
     """Return specattn's way to compute a case."""
-    return next(kind for kind in OURS if kind.refuses(case) is None)
+    if case.auto and case.mode in ("prompt", "chain"):
+        return OursAuto
+    return OursPrompt if case.mode == "prompt" else Ours

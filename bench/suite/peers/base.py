@@ -143,10 +143,3 @@ def full_mask(batch: Batch) -> Tensor:
         prefix = torch.ones(len(tail), length, dtype=torch.bool, device=batch.device)
         rows.append(torch.cat([prefix, tail], 1).flatten())
     return torch.cat(rows)
-
-
-def mask_offsets(batch: Batch) -> list[int]:
-    found = [0]
-    for length in batch.case.lengths:
-        found.append(found[-1] + batch.case.q_len * (length + batch.case.tail))
-    return found

@@ -19,37 +19,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..batch import Batch
-    from ..cases import Case
 
 
-class _Planned(Contestant):
-    """One plan per step and one call per layer, whatever the mode."""
+class Ours(Contestant):
+    """The kernel of all modes but prompts: one plan per step and one call per layer.
+
+    The deterministic mode has a workspace for the lengths at hand.
+    """
 
     name = "specattn"
     packs = False
-    kernel: Any
 
-    def shared(self) -> dict[str, Any]:
-        batch, case = self.batch, self.batch.case
-        return {
-            "batch": case.batch,
-            "q_len": case.q_len,
-            "tail_len": case.tail,
-            "num_qo_heads": case.heads[0],
-            "head_dim": case.head_dim,
-            "v_head_dim": case.v_dim,
-            "dtype": batch.dtype,
-            "device": batch.device,
-            "sm_scale": batch.scale,
-        }
-
-    def options(self) -> dict[str, Any]:
-        case = self.batch.case
-        return {
-            "num_kv_heads": case.heads[1],
-            "window_left": case.window_left,
-            "logit_cap": case.logit_cap,
-        }
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        case = batch.case
+        self.kernel: Any = MlaAttention(**_shared(batch)) if case.latent else _attention(batch)
+        self.layer = self.kernel
+        if case.stored:
+            scales = KVScales(batch.kv_scale, batch.kv_scale)
+            self.layer = self.kernel.for_layer(scales, prefetch=False)
+        if batch.sinks is not None:
+            self.layer = self.layer.with_sinks(batch.sinks)
 
     def tails(self) -> dict[str, Tensor]:
         batch = self.batch
@@ -64,6 +54,12 @@ class _Planned(Contestant):
     def plan(self) -> None:
         batch = self.batch
         self.kernel.plan(batch.lens, batch.rows, batch.table.stride(0))
+        if batch.case.fixed:
+            self.kernel.trace(**self.tails())
+
+    def run(self, pool: int) -> None:
+        batch = self.batch
+        self.layer.run(self.q, batch.k(pool), batch.v(pool), self.out, batch.lse, **self.tails())
 
     def result(self) -> tuple[Tensor, Tensor | None]:
         return self.out, self.batch.lse
@@ -93,10 +89,6 @@ class OursAuto(Contestant):
         backend = choose_backend("auto", [config], batch.device)(config, batch.device)
         plan = prompts(batch) if case.mode == "prompt" else chains(batch)
         self.bound, self.taken = backend.bind(plan), attending(backend, plan)
-
-    @classmethod
-    def refuses(cls, case: Case) -> str | None:
-        return None if case.auto and case.mode in ("prompt", "chain") else ""
 
     def plan(self) -> None:
         self.bound.fill()
@@ -140,63 +132,32 @@ def chains(batch: Batch) -> AttnPlan:
     )
 
 
-class Ours(_Planned):
-    """The kernel of all modes but prompts."""
-
-    def __init__(self, batch: Batch) -> None:
-        super().__init__(batch)
-        case, shared = batch.case, self.shared()
-        if case.latent:
-            self.kernel = MlaAttention(**shared)
-        else:
-            self.kernel = TreeAttention(
-                page_size=case.page_size, kv_dtype=batch.kv_dtype, **self.options(), **shared
-            )
-        self.layer = self.kernel
-        if case.stored:
-            self.layer = self.kernel.for_layer(
-                KVScales(batch.kv_scale, batch.kv_scale), prefetch=False
-            )
-        if batch.sinks is not None:
-            self.layer = self.layer.with_sinks(batch.sinks)
-
-    @classmethod
-    def refuses(cls, case: Case) -> str | None:
-        return "" if case.mode == "prompt" or case.fixed else None
-
-    def run(self, pool: int) -> None:
-        batch = self.batch
-        self.layer.run(self.q, batch.k(pool), batch.v(pool), self.out, batch.lse, **self.tails())
+def _shared(batch: Batch) -> dict[str, Any]:
+    case = batch.case
+    return {
+        "batch": case.batch,
+        "q_len": case.q_len,
+        "tail_len": case.tail,
+        "num_qo_heads": case.heads[0],
+        "head_dim": case.head_dim,
+        "v_head_dim": case.v_dim,
+        "dtype": batch.dtype,
+        "device": batch.device,
+        "sm_scale": batch.scale,
+    }
 
 
-class OursFixed(_Planned):
-    """The deterministic mode, with a workspace for the lengths at hand."""
-
-    def __init__(self, batch: Batch) -> None:
-        super().__init__(batch)
-        splits = DeterministicSplits(max(batch.case.lengths))
-        self.kernel = TreeAttention(deterministic=splits, **self.options(), **self.shared())
-        self.layer = self.kernel if batch.sinks is None else self.kernel.with_sinks(batch.sinks)
-
-    @classmethod
-    def refuses(cls, case: Case) -> str | None:
-        served = case.fixed and case.mode != "prompt" and not case.latent and not case.stored
-        return None if served else ""
-
-    def plan(self) -> None:
-        super().plan()
-        self.kernel.trace(**self.tails())
-
-    def run(self, pool: int) -> None:
-        batch = self.batch
-        self.layer.run(
-            self.q,
-            batch.k(pool),
-            batch.v(pool),
-            self.out,
-            batch.lse,
-            **self.tails(),
-        )
+def _attention(batch: Batch) -> TreeAttention:
+    case = batch.case
+    return TreeAttention(
+        num_kv_heads=case.heads[1],
+        page_size=case.page_size,
+        kv_dtype=batch.kv_dtype,
+        window_left=case.window_left,
+        logit_cap=case.logit_cap,
+        deterministic=DeterministicSplits(max(case.lengths)) if case.fixed else None,
+        **_shared(batch),
+    )
 
 
 class OursPrompt(Contestant):
@@ -208,10 +169,6 @@ class OursPrompt(Contestant):
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
         self.offsets = query_offsets(batch)
-
-    @classmethod
-    def refuses(cls, case: Case) -> str | None:
-        return None if case.mode == "prompt" and not case.fixed else ""
 
     def run(self, pool: int) -> None:
         batch, case = self.batch, self.batch.case
