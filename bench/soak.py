@@ -35,7 +35,6 @@ from bench import soak_engines
 from bench.acceptance import PROMPT_TOKENS, held_out_prompts
 from bench.soak_checks import (
     Found,
-    acceptance,
     compare,
     greedy_texts,
     judge_memory,
@@ -107,8 +106,6 @@ class Churn:
         self.running: list[tuple[int, RequestOutput]] = []
         self.joins = self.level = 0
         self.sizes: set[int] = set()
-        # per step, of every request in it: kind, which of its steps, and what it gained
-        self.gains: list[list[tuple[int, int, int]]] = []
 
     def join(self, count: int, kinds: Sequence[int] = ()) -> None:
         """Add requests: of the kinds that are named, then of any."""
@@ -135,22 +132,13 @@ class Churn:
     def step(self) -> list[tuple[int, RequestOutput]]:
         """Take a step, perhaps after requests joined; returns those that ended, by kind."""
         engine, rng = self.engine, self.rng
-        if rng.random() < 0.02 or not self.gains:
+        if rng.random() < 0.02 or not self.level:
             self.level = rng.randint(1, engine.config.max_num_reqs)
         missing = self.level - engine.num_running
         if not engine.num_running or (missing > 0 and rng.random() < JOINS):
             self.join(rng.randint(1, max(1, missing)))
         self.sizes.add(engine.num_running)
-        before = {id(result): (kind, result.steps) for kind, result in self.running}
         engine.step(ahead=rng.random() < 0.9)
-        self.gains.append(
-            [
-                (*before[id(result)], result.accept_lens[-1])
-                for _, result in self.running
-                # an end cuts what the last step gained
-                if result.steps > before[id(result)][1] and not result.finish_reason
-            ]
-        )
         ended = [item for item in self.running if item[1].finish_reason]
         self.running = [item for item in self.running if not item[1].finish_reason]
         return ended
@@ -172,7 +160,7 @@ class Dice:
         return self._rng.choice(observed.configs)
 
 
-class Trial:
+class Trial(Churn):
     """An engine that is soaked: what comes to it, and what its texts are held against.
 
     Parameters
@@ -198,60 +186,46 @@ class Trial:
         seed: int,
         watch: Watch,
     ) -> None:
-        self.engine, self.plain, self.kinds, self.want = engine, plain, kinds, want
-        self._watch = watch
+        super().__init__(engine, kinds, seed, watch.paused)
+        self.plain, self.want, self.watch, self.found = plain, want, watch, Found()
         # one setting: drawn tokens and gains have to be equal, too
         self.fixed = not engine.configs.adaptive
         self.slots, self.rows = engine.table.num_free_slots, engine.table.num_free_rows
         last = engine.configs.fit(engine.config, 1)
         for config in (*engine.configs.all, last):  # what is made on first use
             engine.decoder(config).capture(sampled=True)
-        self.churn, self.found = Churn(engine, kinds, seed, watch.paused), Found()
 
     def begin(self) -> None:
         """Let the last kinds come, as many as there are rows."""
-        self.churn.join(self.rows, range(len(self.kinds) - self.rows, len(self.kinds)))
+        self.join(self.rows, range(len(self.kinds) - self.rows, len(self.kinds)))
 
-    def step(self) -> None:
+    def step(self) -> list[tuple[int, RequestOutput]]:
         """Take a step, perhaps drop everything after it, and check the texts that ended."""
-        with self._watch.watching():
-            ended = self.churn.step()
+        with self.watch.watching():
+            ended = super().step()
         self._check(ended)
-        if self.churn.rng.random() < DROPS:
+        if self.rng.random() < DROPS:
             self.drop()
+        return ended
 
-    def drop(self) -> None:
+    def drop(self) -> list[tuple[int, RequestOutput]]:
         """Drop everything; all slots and rows must be free then."""
-        dropped = self.churn.drop()
+        dropped = super().drop()
         self.found.dropped += len(dropped)
         assert self.engine.table.num_free_slots == self.slots, "slots were lost"
         assert self.engine.table.num_free_rows == self.rows, "rows were lost"
         self._check(dropped)
+        return dropped
 
     def _check(self, ended: Sequence[tuple[int, RequestOutput]]) -> None:
-        for kind, result in ended:
-            self.found.requests += 1
-            compare(
-                self.kinds[kind],
-                self.want[kind],
-                result,
-                self.plain,
-                self.found,
-                drawn=self.fixed,
-            )
+        for at, result in ended:
+            kind, want = self.kinds[at], self.want[at]
+            compare(kind, want, result, self.plain, self.found, fixed=self.fixed)
 
     def seen(self) -> dict[str, Any]:
-        """Return what came, and what the checks saw."""
-        churn = self.churn
-        return {"joins": churn.joins, "batch_sizes": sorted(churn.sizes), **vars(self.found)}
-
-    def result(self) -> dict[str, Any]:
-        """Return what was seen when all steps were taken."""
-        steps = self.churn.gains
-        window = min(WINDOW, len(steps) // 2)
-        first, last = (acceptance(part, self.want) for part in (steps[:window], steps[-window:]))
-        seen = self.seen() | {"slots_lost": 0, "rows_lost": 0}
-        return seen | {"first_steps": first, "last_steps": last} | soak_engines.needs(self.engine)
+        """Return what came, what the checks saw, and what the engine needs."""
+        came = {"joins": self.joins, "batch_sizes": sorted(self.sizes)}
+        return came | vars(self.found) | soak_engines.needs(self.engine)
 
 
 def soak(
@@ -294,32 +268,26 @@ def soak(
         trials[name] = Trial(engine, plain, kinds, want, seed + at, watch)
         print(f"{name}: ready after {time.perf_counter() - begin:.0f} s", flush=True)
     ready = round(time.perf_counter() - begin, 1)
+    report: dict[str, Any] = {"passed": False, "seconds_to_get_ready": ready}
     begin = time.perf_counter()
 
-    def so_far(at: int, parts: dict[str, Any]) -> dict[str, Any]:
-        times = {"seconds_to_get_ready": ready, "seconds": round(time.perf_counter() - begin, 1)}
-        return {"passed": False, "steps": at, **times, "proposers": parts}
-
-    def note(at: int) -> None:
-        report = so_far(at, {name: trial.seen() for name, trial in trials.items()})
-        keep(report | {"memory": memory()})
+    def note(at: int, **more: Any) -> None:
+        seconds = round(time.perf_counter() - begin, 1)
+        seen = {name: trial.seen() for name, trial in trials.items()}
+        report.update(steps=at, seconds=seconds, proposers=seen, memory=memory(), **more)
+        keep(report)
         texts = sum(trial.found.requests for trial in trials.values())
-        print(f"{at} steps, {report['seconds']:.0f} s, {texts} texts checked", flush=True)
+        print(f"{at} steps, {seconds:.0f} s, {texts} texts checked", flush=True)
 
     with watch.over(*engines.values()):
         marks = _take_steps(list(trials.values()), steps, seed, check_every, watch, note)
-    parts = {name: trial.result() for name, trial in trials.items()}
-    warm, end = marks
-    report = so_far(steps, parts) | {
-        "watched": end["watched"],
-        "memory_warm": warm["memory"],
-        "memory_end": end["memory"],
-    }
-    keep(report)
+    for when, mark in zip(("warm", "end"), marks, strict=True):
+        report[f"memory_{when}"] = mark["memory"]
+    note(steps, watched=marks[-1]["watched"])
     judge_memory(report)
     judge_steps(report["watched"])
-    for name, part in parts.items():
-        judge_texts(part, fixed=trials[name].fixed)
+    for name, part in report["proposers"].items():
+        judge_texts(part)
         assert not part["eager_steps"], f"{name}: {part['eager_steps']} steps ran eagerly"
     report["passed"] = True
     keep(report)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import resource
-import statistics
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +42,9 @@ class Found:
 
     requests: int = 0
     dropped: int = 0
+    # tokens of whole steps of one setting, and those of the runs that texts are held against
+    gained: int = 0
+    gained_fresh: int = 0
     tokens: int = 0
     greedy: int = 0
     drawn: int = 0
@@ -73,15 +74,16 @@ def wanted(
 
 
 def compare(
-    kind: Request, want: Wanted, result: RequestOutput, plain: Engine, found: Found, *, drawn: bool
+    kind: Request, want: Wanted, result: RequestOutput, plain: Engine, found: Found, *, fixed: bool
 ) -> None:
-    """Hold a text against its kind's; drawn ones if they do not depend on the setting.
+    """Hold a text against its kind's; with a fixed setting drawn ones, too, and what steps gain.
 
     Raises
     ------
     AssertionError
         If a greedy text departs where plain decoding was decided.
     """
+    found.requests += 1
     found.tokens += len(result.tokens)
     found.reasons[result.finish_reason] = found.reasons.get(result.finish_reason, 0) + 1
     pairs = list(zip(result.tokens, want.tokens, strict=False))
@@ -95,11 +97,16 @@ def compare(
             )
             found.greedy_apart += 1
             found.largest_margin = max(found.largest_margin, margin)
-    elif drawn:
+    elif fixed:
         found.drawn += 1
         found.drawn_apart += first is not None
     else:
         return
+    if fixed and first is None:
+        # an end cuts what the last step gained
+        whole = result.accept_lens[:-1]
+        found.gained += sum(whole)
+        found.gained_fresh += sum(want.accept_lens[: len(whole)])
     scored = zip(result.logprobs[:first], want.logprobs, strict=False)
     error = max((abs(one.value - own) for one, own in scored), default=0.0)
     found.largest_logprob_error = max(found.largest_logprob_error, error)
@@ -114,34 +121,6 @@ def _margin(plain: Engine, kind: Request, tokens: Sequence[int]) -> float:
     (result,) = plain.generate([replace(kind, max_new_tokens=len(tokens) + 1, sampling=scored)])
     best, second = result.logprobs[-1].alternatives.values()
     return best - second
-
-
-def acceptance(
-    gains: Sequence[Sequence[tuple[int, int, int]]], want: Sequence[Wanted]
-) -> dict[str, float]:
-    """Return tokens per request and step, the noise, and what fresh runs gained.
-
-    ``fresh`` is what they gained in the very same steps, ``kinds`` what they gain on average.
-    """
-    taken = [
-        (gained, want[kind].accept_lens[at])
-        for step in gains
-        for kind, at, gained in step
-        if at < len(want[kind].accept_lens)
-    ]
-    numbers = [gained for gained, _ in taken]
-    error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else 0.0
-    return {
-        "mean": statistics.fmean(numbers),
-        "standard_error": error,
-        "fresh": statistics.fmean(alone for _, alone in taken),
-        "kinds": statistics.fmean(
-            statistics.fmean(want[kind].accept_lens)
-            for step in gains
-            for kind, at, _ in step
-            if at < len(want[kind].accept_lens)
-        ),
-    }
 
 
 def memory() -> dict[str, int]:
@@ -166,21 +145,14 @@ def judge_memory(report: dict[str, Any]) -> None:
     assert host <= HOST, f"the host has {host} KiB more than after the warm-up"
 
 
-def judge_texts(report: dict[str, Any], *, fixed: bool) -> None:
-    """Raise an AssertionError if acceptance moved, or drawn texts or log-probabilities differ."""
-    error = report["largest_logprob_error"]
+def judge_texts(part: Mapping[str, Any]) -> None:
+    """Raise an AssertionError if steps gain less or more, or drawn texts or their scores differ."""
+    error = part["largest_logprob_error"]
     assert error < MARGIN, f"log-probabilities differ by {error}"
-    first, last = report["first_steps"], report["last_steps"]
-    if not fixed:
-        # a request's steps are not independent of each other
-        noise = 8 * math.hypot(*(part["standard_error"] / part["kinds"] for part in (first, last)))
-        early, late = (part["mean"] / part["kinds"] for part in (first, last))
-        assert abs(early - late) < noise + 0.1 * early, (first, last)
-        return
-    for part in (first, last):
-        assert abs(part["mean"] - part["fresh"]) < 0.01 * part["fresh"], part
-    allowed = max(1, DRAWN_APART * report["drawn"])
-    assert report["drawn_apart"] <= allowed, f"{report['drawn_apart']} drawn texts differ"
+    gained, fresh = part["gained"], part["gained_fresh"]
+    assert abs(gained - fresh) <= 0.01 * fresh, f"steps gained {gained} tokens, alone {fresh}"
+    allowed = max(1, DRAWN_APART * part["drawn"])
+    assert part["drawn_apart"] <= allowed, f"{part['drawn_apart']} drawn texts differ"
 
 
 def judge_steps(counted: Mapping[str, Any]) -> None:

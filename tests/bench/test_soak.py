@@ -71,7 +71,7 @@ def test_requests_come_and_go(models, monkeypatch):
     assert not one["greedy_apart"]
     assert one["batch_sizes"][-1] == 4
     assert {"length", "context"} <= one["reasons"].keys()
-    assert one["last_steps"]["mean"] > 1.3
+    assert one["gained"] == one["gained_fresh"] > 1.3 * one["requests"]
 
 
 def test_requests_come_and_go_while_settings_switch(models):
@@ -79,6 +79,7 @@ def test_requests_come_and_go_while_settings_switch(models):
     one = short_soak(models, run)
     assert one["greedy"] > STEPS // 16
     assert not one["drawn"], "drawn tokens depend on the setting"
+    assert not one["gained"], "and so do gains"
     assert not one["greedy_apart"]
     assert min(run.configs.used.values()) > STEPS // 8
 
@@ -136,7 +137,7 @@ def test_proposers_take_turns(models, monkeypatch, tmp_path):
     }
     assert parts["lookup"]["state_bytes_per_request"] == 4 * (CONTEXT + 1)
     assert report["watched"]["steps"] == STEPS - STEPS // 10
-    assert max(one["last_steps"]["mean"] for one in parts.values()) > 1.5
+    assert all(one["gained"] == one["gained_fresh"] > 0 for one in parts.values())
     rest = {"machine": {"device": "A GPU"}, "dtype": "float32", "context": CONTEXT}
     (tmp_path / proposers.RECORD).write_text(json.dumps(report | rest))
     assert "| DFlash | 1 KiB | 0.0 KiB |" in proposers.shown(tmp_path)
@@ -167,8 +168,9 @@ def test_log_probabilities_are_compared_up_to_a_difference(models):
     kind = Request(PROMPTS[0], 3, SamplingParams(1.0, logprobs=0))
     want = Wanted([3, 4, 5], [3], [-0.5, -0.25, -1.0])
     scored = [TokenLogprobs(value, {}) for value in (-0.5, -0.125, -3.0)]
-    compare(kind, want, RequestOutput([3, 4, 6], logprobs=scored), plain, found, drawn=True)
+    compare(kind, want, RequestOutput([3, 4, 6], logprobs=scored), plain, found, fixed=True)
     assert found.largest_logprob_error == 0.125
+    assert (found.drawn_apart, found.gained) == (1, 0), "what follows a difference is another text"
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(frequency_penalty=1.5)])
@@ -179,7 +181,7 @@ def test_a_greedy_text_may_differ_only_where_it_was_undecided(models, sampling):
     (own,) = plain.generate([kind])
     other = RequestOutput([*own.tokens[:4], own.tokens[4] ^ 1, own.tokens[5]], "length")
     with pytest.raises(AssertionError, match=r"token 4 after .*, margin"):
-        compare(kind, Wanted(own.tokens, [6], []), other, plain, Found(), drawn=True)
+        compare(kind, Wanted(own.tokens, [6], []), other, plain, Found(), fixed=True)
 
 
 def test_steps_that_wait_or_allocate_are_refused():
@@ -215,33 +217,37 @@ def test_a_lost_slot_ends_a_soak(models, monkeypatch):
         short_soak(models, run)
 
 
+def test_steps_that_gain_otherwise_are_noticed(models):
+    plain, found = engine(models, (0, 1, 1)), Found()
+    want = Wanted([3, 4, 5, 6, 7, 8], [3, 2, 1], [])
+    result = RequestOutput([3, 4, 5, 6, 7], accept_lens=[2, 2, 1])
+    compare(Request(PROMPTS[0], 6, DRAWING[1]), want, result, plain, found, fixed=True)
+    assert (found.gained, found.gained_fresh) == (4, 5), "the last step was cut"
+
+
 def test_what_grows_or_moves_is_refused():
-    mean = {"mean": 2.0, "standard_error": 0.01, "fresh": 2.0, "kinds": 2.0}
     good = {
         "memory_warm": {"allocated": 0},
         "memory_end": {"allocated": 0},
         "drawn": 500,
         "drawn_apart": 5,
         "largest_logprob_error": 1e-5,
-        "first_steps": mean,
-        "last_steps": mean,
+        "gained": 2000,
+        "gained_fresh": 2000,
     }
 
-    def judge(report, fixed):
+    def judge(report):
         judge_memory(report)
-        judge_texts(report, fixed=fixed)
+        judge_texts(report)
 
-    judge(good, fixed=True)
-    judge(good, fixed=False)
-    moved = mean | {"mean": 1.9}
-    for change, fixed, message in (
-        ({"memory_end": {"allocated": 2 << 20}}, True, "more are in use"),
-        ({"memory_end": {"reserved": 65 << 20}}, False, "more are held"),
-        ({"memory_end": {"rss_kib": 1 << 20}}, True, "the host has"),
-        ({"drawn_apart": 6}, True, "drawn texts"),
-        ({"largest_logprob_error": 0.01}, True, "log-probabilities differ by 0.01"),
-        ({"last_steps": moved}, True, "1.9"),
-        ({"last_steps": mean | {"mean": 1.6}}, False, "1.6"),
+    judge(good)
+    for change, message in (
+        ({"memory_end": {"allocated": 2 << 20}}, "more are in use"),
+        ({"memory_end": {"reserved": 65 << 20}}, "more are held"),
+        ({"memory_end": {"rss_kib": 1 << 20}}, "the host has"),
+        ({"drawn_apart": 6}, "drawn texts"),
+        ({"largest_logprob_error": 0.01}, "log-probabilities differ by 0.01"),
+        ({"gained": 1979}, "steps gained 1979 tokens, alone 2000"),
     ):
         with pytest.raises(AssertionError, match=message):
-            judge(good | change, fixed)
+            judge(good | change)
