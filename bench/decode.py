@@ -1,13 +1,11 @@
 """Tokens per second of the shipped pair, every way there is to run it, beside transformers.
 
 Whole batches are decoded to their ends, a step ahead as `Engine.generate` does. Prompts and
-captures are not timed. All contestants of a cell run in one process, in turn, and the figure is
-the median of the turns. Graphs are captured anew for every turn: what runs is the same, but
-captures differ by a percent, which is more than one graph and three do.
+captures are not timed. All contestants of a cell run in one process, in turn, each captured anew,
+and the figure is the median of the turns: captures differ by a percent.
 
-Before anything is timed, every contestant's greedy tokens are compared with plain decoding's
-(float32: they must be equal; in half precision, and of transformers, equal texts are counted), and
-drawn ones with the first way of the same setting.
+Greedy texts that are those of plain decoding are counted, and drawn ones that are those of the
+first way of the same setting; in float32 a run fails at its end if a greedy one differs.
 
 transformers decodes with its own ``generate`` at its defaults (eager, a cache that grows), the
 batch at once: the prompts are of one length, so nothing is padded. Its time for one token, prompt
@@ -30,17 +28,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.acceptance import PROMPT_TOKENS, held_out_prompts
+from bench.lines import Setting, Transformers
 from bench.shipped import pair, plain_target
-from bench.suite.decode import EAGER, HALVES, ONE, PLAIN, THREE, TRANSFORMERS, slower
+from bench.suite.decode import EAGER, HALVES, ONE, PLAIN, THREE, TRANSFORMERS
 from bench.suite.machine import machine
 from bench.suite.results import write
-from specattn.config import SpecConfig
-from specattn.engine.engine import Engine
-from specattn.engine.request import Request
-from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from specattn.engine.engine import Engine
+    from specattn.engine.request import Request
 
 CONTEXT = 512
 TREES = {
@@ -86,70 +84,24 @@ def decode(engine: Engine, requests: Sequence[Request]) -> Run:
     return Run([r.tokens for r in results], seconds, [r.accept_lens for r in results])
 
 
-class Transformers:
-    """A model of transformers' under its own ``generate``."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model.eval()
-        # texts go on past their ends, as those of the other contestants do
-        self.model.generation_config.eos_token_id = None
-
-    def decode(self, prompts: list[list[int]], new: int, temperature: float) -> Run:
-        """Decode a batch; the time is that of all tokens but the first ones."""
-        ids = torch.tensor(prompts, device=self.model.device)
-        _, first = self._generate(ids, 1, temperature)
-        tokens, seconds = self._generate(ids, new, temperature)
-        return Run(tokens, seconds - first)
-
-    def _generate(
-        self, ids: torch.Tensor, new: int, temperature: float
-    ) -> tuple[list[list[int]], float]:
-        drawing = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-        begin = time.perf_counter()
-        out = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            do_sample=bool(temperature),
-            **drawing,
-        )
-        tokens = out[:, ids.shape[1] :].tolist()
-        return tokens, time.perf_counter() - begin
-
-
 @dataclass
 class Contestant:
-    """A setting, run one way over one batch, greedy or drawing; collects its runs.
+    """A setting, run one way over one batch; collects its runs.
 
-    ``wanted`` are the tokens it is compared with; ``exact`` says whether they must be equal.
+    ``equal`` counts texts that are those it is compared with.
     """
 
     setting: str
     way: str
-    temperature: float = 0.0
-    wanted: list[list[int]] | None = None
-    exact: bool = False
     equal: int | None = None
     runs: list[Run] = field(default_factory=list)
 
-    def compare(self, found: Run) -> Run:
-        """Compare a run's tokens, and return it.
-
-        Raises
-        ------
-        ArithmeticError
-            If tokens differ where they must be equal.
-        """
-        if self.wanted is not None:
-            pairs = zip(self.wanted, found.tokens, strict=True)
+    def compare(self, runs: Sequence[Run], wanted: list[list[int]]) -> None:
+        """Count the texts that are wanted; the fewest of all runs are kept."""
+        for run in runs:
+            pairs = zip(wanted, run.tokens, strict=True)
             equal = sum(want[: len(tokens)] == tokens for want, tokens in pairs)
             self.equal = equal if self.equal is None else min(self.equal, equal)
-            if self.exact and equal < len(found.tokens):
-                raise ArithmeticError(
-                    f"{self.setting}, {self.way}: {len(found.tokens) - equal} of "
-                    f"{len(found.tokens)} texts are not those of plain decoding"
-                )
-        return found
 
     def line(self) -> dict[str, Any]:
         """Return what was measured, and print it."""
@@ -171,88 +123,76 @@ class Contestant:
                 "accepted_per_step": round(sum(map(sum, run.accept_lens)) / sum(steps), 3),
             }
         print(
-            f"  {self.setting:18} {self.way:13} {line['tokens_per_second']:10,.0f} tokens/s  "
-            f"{line.get('ms_per_step', 0):8.3f} ms/step  "
-            f"{line.get('accepted_per_step', 1):.2f} per step  equal {self.equal}",
-            flush=True,
+            "  " + ", ".join(f"{name} {line[name]}" for name in line if name != "runs"), flush=True
         )
         return line
 
 
+def contestants(settings: Sequence[str], ways: Sequence[str], size: int) -> list[Contestant]:
+    """Return who decodes a batch of ``size`` requests."""
+    # a plain step is one forward, however it is recorded; one request has no halves
+    found = [
+        Contestant(setting, way)
+        for setting in settings
+        for way in ways
+        if (setting != PLAIN or way != THREE) and (size > 1 or way != HALVES)
+    ]
+    return [*found, Contestant(TRANSFORMERS, EAGER)]
+
+
 class Batch:
-    """Everything that decodes one batch, greedy and drawing."""
+    """A batch that is decoded in every way; ``new`` are the tokens of a request."""
 
     def __init__(
-        self,
-        models: tuple[Any, Any],
-        prompts: list[list[int]],
-        settings: Sequence[str],
-        ways: Sequence[str],
-        generate: Transformers,
-        new: int,
+        self, models: tuple[Any, Any], generate: Transformers, prompts: list[list[int]], new: int
     ) -> None:
-        self.models, self.prompts, self.generate, self.new = models, prompts, generate, new
-        # what launches kernel by kernel gets less to do where others are to be timed as well
-        self.short = min(new, SHORT) if len(ways) > 1 else new
-        # a plain step is one forward, however it is recorded; one request has no halves
-        found = [
-            (setting, way)
-            for setting in settings
-            for way in ways
-            if (setting != PLAIN or way != THREE) and (len(prompts) > 1 or way != HALVES)
-        ]
-        self.contestants = {
-            temperature: [Contestant(*one, temperature) for one in [*found, (TRANSFORMERS, EAGER)]]
-            for temperature in TEMPERATURES
-        }
+        self.models, self.generate, self.prompts, self.new = models, generate, prompts, new
 
-    def turn(self, nth: int, *, exact: bool) -> None:
-        """Capture every contestant anew and time it; the first turn compares all before."""
-        made = [c for c in self.contestants[0.0] if c.setting != TRANSFORMERS]
-        # in either order, for what comes second is put where the first has left room
-        engines = {
-            (c.setting, c.way): self._engine(c)
-            for c in (reversed(made) if nth % 2 else made)
-            if c.way != EAGER or nth < EAGER_TURNS
-        }
-        for temperature, contestants in self.contestants.items():
-            wanted: dict[str, list[list[int]]] = {}
-            for c in contestants if not nth else ():
-                # drawn texts of different trees have one distribution, not the same tokens
-                alike = c.setting if temperature else PLAIN
-                c.wanted = wanted.get(alike)
-                c.exact = exact and not temperature and c.setting != TRANSFORMERS
-                # what is compiled at first use is so before anything is timed
-                wanted.setdefault(alike, c.compare(self._run(c, engines)).tokens)
+    def runs(self, one: Contestant, temperature: float, count: int) -> list[Run]:
+        """Capture a contestant anew and decode ``count`` times."""
+        if one.setting == TRANSFORMERS:
+            return [self._transformers(temperature) for _ in range(count)]
+        setting = Setting(one.setting, TREES[one.setting], temperature)
+        engine = setting.engine(self.models, CONTEXT, len(self.prompts), **WAYS[one.way])
+        requests = setting.requests(self.prompts, self.new, ignore_eos=True)
+        return [decode(engine, requests) for _ in range(count)]
+
+    def _transformers(self, temperature: float) -> Run:
+        """Decode by transformers; the time is that of all tokens but the first ones."""
+        marks = [time.perf_counter()]
+        for count in (1, self.new):
+            texts = self.generate.texts(self.prompts, count, temperature)
+            marks.append(time.perf_counter())
+        return Run(texts, marks[2] - 2 * marks[1] + marks[0])
+
+
+def cell(
+    models: tuple[Any, Any],
+    generate: Transformers,
+    prompts: list[list[int]],
+    temperature: float,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Decode a batch in every way, in turns; returns what was measured, and prints it."""
+    name = f"batch {len(prompts)}, {'drawn' if temperature else 'greedy'}"
+    print(name, flush=True)
+    found = contestants(args.settings, args.ways, len(prompts))
+    first: dict[str, Contestant] = {}
+    # what launches kernel by kernel gets less to do where others are to be timed as well
+    short = min(args.new, SHORT) if len(args.ways) > 1 else args.new
+    for nth in range(args.repeats):
+        for one in (one for one in found if one.way != EAGER or nth < EAGER_TURNS):
+            batch = Batch(models, generate, prompts, short if one.way == EAGER else args.new)
+            # the first run of all compiles
+            runs = batch.runs(one, temperature, 1 if nth else 2)
+            one.runs.append(runs[-1])
+            # drawn texts of different trees have one distribution, not the same tokens
+            other = first.setdefault(one.setting if temperature else PLAIN, one)
+            if other is not one:
+                one.compare(runs, other.runs[0].tokens)
             gc.collect()
-            for c in contestants:
-                if c.way != EAGER or nth < EAGER_TURNS:
-                    c.runs.append(c.compare(self._run(c, engines)))
-
-    def _engine(self, contestant: Contestant) -> Engine:
-        size = len(self.prompts)
-        config = SpecConfig(*TREES[contestant.setting], CONTEXT, size)
-        return Engine(*self.models, config, buckets=[size], **WAYS[contestant.way])
-
-    def _run(self, contestant: Contestant, engines: dict[tuple[str, str], Engine]) -> Run:
-        new = self.short if contestant.way == EAGER else self.new
-        if contestant.setting == TRANSFORMERS:
-            return self.generate.decode(self.prompts, new, contestant.temperature)
-        requests = [
-            Request(prompt, new, SamplingParams(contestant.temperature, seed=at), ignore_eos=True)
-            for at, prompt in enumerate(self.prompts)
-        ]
-        return decode(engines[contestant.setting, contestant.way], requests)
-
-    def cells(self) -> list[dict[str, Any]]:
-        """Return what was measured, and print it."""
-        found = []
-        for temperature, contestants in self.contestants.items():
-            name = f"batch {len(self.prompts)}, {'drawn' if temperature else 'greedy'}"
-            print(name, flush=True)
-            cell = {"name": name, "batch": len(self.prompts), "temperature": temperature}
-            found.append(cell | {"lines": [contestant.line() for contestant in contestants]})
-        return found
+    made = {"name": name, "batch": len(prompts), "temperature": temperature}
+    return made | {"lines": [one.line() for one in found]}
 
 
 def arguments() -> argparse.Namespace:
@@ -269,13 +209,13 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.batch, args.settings, args.repeats = [1, 8], list(QUICK), min(args.repeats, 2)
+    args.ways = args.ways or (list(WAYS) if torch.cuda.is_available() else [EAGER])
     return args
 
 
 def main() -> None:
     args, begin = arguments(), time.perf_counter()
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, args.dtype)
-    ways = args.ways or (list(WAYS) if device == "cuda" else [EAGER])
     models = pair(device, dtype)
     prompts = held_out_prompts(max(args.batch), models[0].tokenizer)
     generate = Transformers(plain_target(device, dtype))
@@ -292,22 +232,21 @@ def main() -> None:
         "cells": [],
     }
     for size in args.batch:
-        batch = Batch(models, prompts[:size], args.settings, ways, generate, args.new)
-        for nth in range(args.repeats):
-            batch.turn(nth, exact=dtype == torch.float32)
-        found["cells"] += batch.cells()
-        found["slower_than_three_graphs"] = slower(found["cells"])
-        found["seconds"] = round(time.perf_counter() - begin, 1)
-        # what is known is kept after every batch
-        if args.out:
-            write(found, args.out)
-        del batch
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    late = found["slower_than_three_graphs"]
-    print("one graph slower than three: " + ("; ".join(late) or "never"))
+        for temperature in TEMPERATURES:
+            found["cells"].append(cell(models, generate, prompts[:size], temperature, args))
+            found["seconds"] = round(time.perf_counter() - begin, 1)
+            # what is known is kept after every cell
+            if args.out:
+                write(found, args.out)
     print(f"{found['seconds']} s")
+    wrong = [
+        f"{one['name']}, {line['setting']}, {line['way']}"
+        for one in found["cells"]
+        for line in one["lines"]
+        if not one["temperature"] and line["setting"] != TRANSFORMERS
+        if line["equal"] not in (None, one["batch"])
+    ]
+    assert args.dtype != "float32" or not wrong, f"not plain decoding's texts: {wrong}"
 
 
 if __name__ == "__main__":

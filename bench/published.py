@@ -4,10 +4,15 @@ Nothing is forced, and nothing is timed but whole texts, prompts included. A tex
 model ends it. Greedy texts are compared with plain decoding's; where one departs in 16 bits, the
 gap between plain decoding's best two log-probabilities says how near a tie was.
 
-What is known is written after every line:
+Each draft has chains, trees, and an engine that chooses among them (``adaptive``). At batch 1,
+greedy, transformers' `generate` runs beside them: plain, with the same model as its assistant, and
+with prompt lookup; by itself, and with ``custom_generate=specattn.generate``.
+
+What is known is written after every line, and lines that ``--out`` has are not measured again:
 
     python -m bench.published --target FOLDER --problems HumanEval.jsonl.gz
-        [--draft FOLDER] [--batches 32 8 1] [--kinds model lookup ...] [--out FILE]
+        [--draft FOLDER] [--eagle3 FOLDER] [--dflash FOLDER] [--batches 32 8 1]
+        [--kinds model lookup ...] [--out FILE]
 
 Models are folders, GGUF files or names on the Hub.
 """
@@ -15,75 +20,78 @@ Models are folders, GGUF files or names on the Hub.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import gzip
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.suite.results import write
-from specattn.cli.loading import load_models
+import specattn
+from bench.lines import Record, Setting, Transformers, machine, models_of
+from bench.shipped import LOADERS, fitted
+from bench.suite.acceptance import LOOKUP, PLAIN
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request, RequestOutput
-from specattn.speculative.lookup import LookupFirst, LookupProposer
+from specattn.models import HFTarget
 from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from bench.lines import Shape
+
+    Load = Callable[[str], tuple[Any, Any]]
 
 ASK = "Complete this Python function. Answer with the whole function and nothing else.\n\n"
-PLAIN, MODEL, LOOKUP, BOTH = "plain", "model", "lookup", "lookup+model"
-Shape = tuple[int, int, int]
-#: Steps, topk and nodes, by draft.
+KINDS = (LOOKUP, *(front + kind for kind in LOADERS for front in ("", f"{LOOKUP}+")))
+CHAINS: tuple[Shape, ...] = ((3, 1, 4), (5, 1, 6))
+#: Shapes by draft, and those of all drafts with lookup in front; blocks have their own.
 SHAPES: dict[str, tuple[Shape, ...]] = {
     PLAIN: ((0, 1, 1),),
     LOOKUP: ((7, 1, 8), (15, 4, 32)),
-    MODEL: ((3, 1, 4), (5, 1, 6), (5, 4, 16)),
-    BOTH: ((3, 1, 4), (5, 1, 6)),
+    "model": (*CHAINS, (5, 4, 16)),
+    "eagle3": (*CHAINS, (5, 4, 16), (7, 8, 64)),
 }
+#: Nodes of best-first trees over a block.
+NODES = (16, 32, 64, 128)
 #: What an adaptive engine chooses from, the first one its start.
-ADAPTIVE: dict[str, tuple[Shape, ...]] = {
-    MODEL: ((7, 1, 8), (3, 1, 4), (0, 1, 1)),
-    BOTH: ((7, 1, 8), (3, 1, 4), (0, 1, 1)),
-}
+ADAPTIVE: tuple[Shape, ...] = ((7, 1, 8), (3, 1, 4), (0, 1, 1))
 #: Problems for a batch, so that the smallest takes no longer than the others.
 ROUNDS = {1: 10, 8: 5}
+#: What tells lines apart.
+NAMES = ("by", "draft", "tree", "batch", "temperature")
+OURS, THEIRS, INSIDE = "specattn", "transformers", "custom_generate"
+#: Tokens that prompt lookup proposes inside transformers.
+LOOKUP_TOKENS = 7
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A line: who drafts, the shapes to choose from, requests at once, and how tokens are drawn."""
-
-    draft: str
-    shapes: tuple[Shape, ...]
-    batch: int
-    temperature: float
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """What a record calls it."""
-        return {
-            "draft": self.draft,
-            "shapes": self.shapes,
-            "batch": self.batch,
-            "temperature": self.temperature,
-        }
+def trees(kind: str, depth: int) -> Iterator[Setting]:
+    """Yield the trees of a draft; ``depth`` is that of a block."""
+    if kind.endswith("dflash"):
+        yield Setting(kind, (depth, 1, depth + 1))
+        for nodes in NODES if kind == "dflash" else NODES[1:2]:
+            yield Setting(kind, (depth, 1, nodes), best_first=True)
+        return
+    for shape in SHAPES.get(kind, CHAINS):
+        yield Setting(kind, shape)
+    if kind not in (PLAIN, LOOKUP):
+        yield Setting(kind, ADAPTIVE[0], others=ADAPTIVE[1:])
 
 
-def settings(args: argparse.Namespace) -> Iterator[Setting]:
-    """Yield the lines in the order in which they are measured."""
-    for temperature in args.temperatures:
-        for batch in args.batches:
-            for kind in (PLAIN, *args.kinds):
-                for shape in SHAPES[kind]:
-                    yield Setting(kind, (shape,), batch, temperature)
-                if kind in ADAPTIVE:
-                    yield Setting(kind, ADAPTIVE[kind], batch, temperature)
+def settings(args: argparse.Namespace, load: Load) -> Iterator[tuple[Setting, int]]:
+    """Yield settings and batch sizes in the order in which they are measured."""
+    for kind in (PLAIN, *args.kinds):
+        depth = load("dflash")[1].block.size - 1 if kind.endswith("dflash") else 0
+        for temperature in args.temperatures:
+            for batch in args.batches:
+                for setting in trees(kind, depth):
+                    yield replace(setting, temperature=temperature), batch
 
 
 def problems(path: Path, tokenizer: Any) -> list[list[int]]:
@@ -97,130 +105,166 @@ def problems(path: Path, tokenizer: Any) -> list[list[int]]:
     ]
 
 
-def drafts(draft: str, model: Any) -> Any:
-    """Return what drafts: a model, the text, or one in front of the other."""
-    lookup = LookupProposer(matches=4)
-    return {PLAIN: None, MODEL: model, LOOKUP: lookup, BOTH: LookupFirst(lookup, model)}[draft]
+def some(prompts: Sequence[list[int]], batch: int) -> Sequence[list[int]]:
+    """Return as many prompts as a batch size gets."""
+    return prompts[: batch * ROUNDS.get(batch, len(prompts))]
+
+
+def timed(tokens: int, seconds: float) -> dict[str, float]:
+    return {"seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1)}
 
 
 def run(
-    setting: Setting, models: Any, prompts: Sequence[list[int]], new: int
-) -> tuple[dict[str, Any], list[RequestOutput]]:
-    """Return a line's record and its texts."""
-    room = max(map(len, prompts)) + new + 2 * max(nodes for *_, nodes in setting.shapes)
-    configs = [SpecConfig(*shape, room, setting.batch) for shape in setting.shapes]
-    drawn = setting.temperature > 0
-    engine = Engine(
-        models.target,
-        drafts(setting.draft, models.draft),
-        configs[0],
-        configs=configs[1:],
-        buckets=[setting.batch],
-        sampled=drawn,
-    )
-    requests = [
-        Request(
-            prompt,
-            new,
-            SamplingParams(setting.temperature, seed=seed if drawn else None),
-        )
-        for seed, prompt in enumerate(prompts)
-    ]
-    engine.generate(requests[: setting.batch])
+    setting: Setting, models: tuple[Any, Any], prompts: Sequence[list[int]], new: int, batch: int
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Return a line and its texts."""
+    nodes = max(nodes for *_, nodes in (setting.shape, *setting.others))
+    engine = setting.engine(models, max(map(len, prompts)) + new + 2 * nodes, batch)
+    requests = setting.requests(prompts, new)
+    engine.generate(requests[:batch])
+    used = engine.configs.used.copy()
     begin = time.perf_counter()
     outputs = engine.generate(requests)
     seconds = time.perf_counter() - begin
     gained = [count for one in outputs for count in one.accept_lens]
-    tokens = sum(len(one.tokens) for one in outputs)
-    record = setting.named | {
-        "texts": len(outputs),
-        "tokens": tokens,
-        "seconds": round(seconds, 4),
-        "tokens_per_second": round(tokens / seconds, 1),
-        "steps": len(gained),
-        "tokens_per_step": round(sum(gained) / len(gained), 4),
-        # of the steps that gained so many tokens
-        "steps_by_tokens": [gained.count(n) for n in range(1, max(gained) + 1)],
-    }
-    return record, outputs
+    line = {"by": OURS, "batch": batch, "texts": len(outputs)} | setting.line(outputs)
+    line |= timed(line["tokens"], seconds)
+    # of the steps that gained so many tokens
+    line["steps_by_tokens"] = [gained.count(n) for n in range(1, max(gained) + 1)]
+    if setting.others:
+        found = ((one, engine.configs.used[one] - used[one]) for one in engine.configs.all)
+        line["steps_by_depth"] = {one.num_steps: steps for one, steps in found}
+    return line, [one.tokens for one in outputs]
 
 
 def departures(
-    plain: Sequence[RequestOutput], found: Sequence[RequestOutput], gaps: Sequence[Sequence[float]]
+    plain: Sequence[Sequence[int]], found: Sequence[Sequence[int]], gaps: Sequence[Sequence[float]]
 ) -> dict[str, Any]:
     """Return how many texts are plain decoding's, and the gaps where the others depart from it."""
     near = []
     for one, other, gap in zip(plain, found, gaps, strict=False):
-        pairs = zip(one.tokens, other.tokens, strict=False)
+        pairs = zip(one, other, strict=False)
         departs = [at for at, (a, b) in enumerate(pairs) if a != b]
         near += [round(gap[at], 4) for at in departs[:1]]
-    equal = sum(a.tokens == b.tokens for a, b in zip(plain, found, strict=False))
+    equal = sum(a == b for a, b in zip(plain, found, strict=False))
     return {"equal_to_plain": equal, "gaps_at_departures": sorted(near)}
 
 
 def gaps_of(
-    models: Any, prompts: Sequence[list[int]], new: int
-) -> tuple[list[RequestOutput], list[list[float]]]:
+    target: Any, prompts: Sequence[list[int]], new: int
+) -> tuple[list[list[int]], list[list[float]]]:
     """Return plain decoding's texts, and the gaps (nats) of its best two tokens."""
     room = max(map(len, prompts)) + new + 2
-    engine = Engine(models.target, None, SpecConfig(0, 1, 1, room, 8), processed=True)
+    engine = Engine(target, None, SpecConfig(0, 1, 1, room, 8), processed=True)
     sampling = SamplingParams(logprobs=2)
-    outputs = engine.generate([Request(prompt, new, sampling) for prompt in prompts])
+    outputs: list[RequestOutput] = engine.generate(
+        [Request(prompt, new, sampling) for prompt in prompts]
+    )
     gaps = []
     for one in outputs:
         tops = [tuple(token.alternatives.values()) for token in one.logprobs]
         gaps.append([best - second for best, second in tops])
-    return outputs, gaps
+    return [one.tokens for one in outputs], gaps
 
 
-def main() -> None:
+def inside(
+    args: argparse.Namespace, target: HFTarget, assistant: HFTarget | None
+) -> Iterator[tuple[dict[str, Any], list[list[int]]]]:
+    """Yield lines of transformers' `generate`, and their texts; the targets run no more.
+
+    Its attention is transformers' default one.
+    """
+    ends = target.eos_token_ids
+    prompts = some(problems(args.problems, target.tokenizer)[: args.count], 1)
+    sides: dict[str, dict[str, Any]] = {PLAIN: {}}
+    if LOOKUP in args.kinds:
+        sides[LOOKUP] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+    for one in filter(None, (target, assistant)):
+        one.restore()
+        one.module.set_attn_implementation("sdpa")
+    if assistant is not None:
+        sides["model"] = {"assistant_model": Transformers(assistant.module, ends).model}
+    theirs = Transformers(target.module, ends)
+    for draft, more in sides.items():
+        for by in (THEIRS, INSIDE):
+            ours = {"custom_generate": specattn.generate} if by == INSIDE else {}
+            theirs.texts(prompts[:1], args.new, **more, **ours)
+            begin = time.perf_counter()
+            texts = [theirs.texts([one], args.new, **more, **ours)[0] for one in prompts]
+            seconds = time.perf_counter() - begin
+            line = {"by": by, "draft": draft, "tree": "", "batch": 1, "temperature": 0.0}
+            tokens = sum(map(len, texts))
+            line |= {"texts": len(texts), "tokens": tokens} | timed(tokens, seconds)
+            yield line, texts
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True)
-    parser.add_argument("--draft")
+    parser.add_argument("--draft", dest="model", help="a smaller model, for the kind model")
+    parser.add_argument("--eagle3", help="an EAGLE-3 head")
+    parser.add_argument("--dflash", help="a DFlash head")
     parser.add_argument("--problems", type=Path, required=True)
     parser.add_argument("--count", type=int, default=164)
     parser.add_argument("--new", type=int, default=256, help="most tokens of a text")
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 8, 1])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--kinds", nargs="+", choices=SHAPES, default=[LOOKUP])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[LOOKUP])
+    parser.add_argument("--no-transformers", dest="inside", action="store_false")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.draft is None and {MODEL, BOTH} & set(args.kinds):
-        parser.error("a draft model needs --draft")
-    models: Any = load_models(
-        args.target,
-        args.draft,
-        speculative=args.draft is not None,
-        dtype=getattr(torch, args.dtype),
-        device=torch.device(args.device),
-        kind=MODEL,
+    for kind in {kind.removeprefix(f"{LOOKUP}+") for kind in args.kinds} - {LOOKUP}:
+        if getattr(args, kind) is None:
+            parser.error(f"--kinds {kind} needs --{'draft' if kind == 'model' else kind}")
+    return args
+
+
+def free() -> None:
+    """Give the memory of engines back: the next one's pools and graphs need it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    args = arguments()
+    base = HFTarget.from_pretrained(
+        args.target, dtype=getattr(torch, args.dtype), device=args.device
     )
-    prompts = problems(args.problems, models.tokenizer)[: args.count]
-    on_gpu = torch.device(args.device).type == "cuda"
-    record = {
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-        "torch": torch.__version__,
-        "dtype": args.dtype,
-        "target": Path(args.target).stem,
-        "draft": args.draft and Path(args.draft).stem,
-        "new": args.new,
-        "results": [],
-    }
-    plain, gaps = gaps_of(models, prompts, args.new)
-    for setting in settings(args):
-        asked = prompts[: setting.batch * ROUNDS.get(setting.batch, len(prompts))]
-        line, outputs = run(setting, models, asked, args.new)
-        if not setting.temperature:
-            line |= departures(plain, outputs, gaps)
+
+    @functools.cache
+    def load(kind: str) -> tuple[Any, Any]:
+        return fitted(base, kind, getattr(args, kind, None))
+
+    prompts = problems(args.problems, base.tokenizer)[: args.count]
+    names = {kind: getattr(args, kind) for kind in ("target", *LOADERS)}
+    head = {"dtype": args.dtype, "new": args.new}
+    head |= {kind: name and Path(name).stem for kind, name in names.items()}
+    record = Record(machine(args.device) | head, args.out, NAMES)
+    plain, gaps = gaps_of(load("none")[0], prompts, args.new)
+
+    def add(line: dict[str, Any], texts: list[list[int]]) -> None:
+        if not line["temperature"]:
+            line |= departures(plain, texts, gaps)
         print(json.dumps(line), flush=True)
-        record["results"].append(line)
-        if args.out:
-            write(record, args.out)
-        gc.collect()  # the engine, whose pools and graphs the next one needs room for
-        if on_gpu:
-            torch.cuda.empty_cache()
+        record.add(line)
+
+    for setting, batch in settings(args, load):
+        key = (OURS, setting.draft, setting.tree, batch, setting.temperature)
+        if key not in record.lines:
+            models = models_of(setting.draft, load)
+            add(*run(setting, models, some(prompts, batch), args.new, batch))
+            free()
+    if args.inside:
+        assistant = (
+            HFTarget.from_pretrained(args.model, dtype=base.dtype, device=args.device)
+            if args.model
+            else None
+        )
+        for line, texts in inside(args, base, assistant):
+            add(line, texts)
 
 
 if __name__ == "__main__":

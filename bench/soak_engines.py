@@ -9,11 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from bench.shipped import pair
+from bench.shipped import fitted
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
-from specattn.models import HFTarget, fuse, load_lm_draft
-from specattn.models.hub import PAIR
+from specattn.models import HFTarget
+from specattn.models.hub import PAIR, PAIR_HEADS
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ SETTINGS = (
     Setting("lookup, 4 matches, 16 nodes", "none", BEAMS, lookup=True),
     Setting("lookup before EAGLE-3, topk 4, 16 nodes", "eagle3", BEAMS, lookup=True),
     Setting("lookup before DFlash, best-first, 16 nodes", "dflash", BEST_FIRST, lookup=True),
-    Setting("a model, chain of 5, drawn", "lm", CHAIN),
-    Setting("a model, topk 4, 16 nodes", "lm", BEAMS),
+    Setting("a model, chain of 5, drawn", "model", CHAIN),
+    Setting("a model, topk 4, 16 nodes", "model", BEAMS),
     Setting("EAGLE-3, three graphs", "eagle3", BEAMS, options={"cudagraph": "piecewise"}),
     Setting("EAGLE-3, two-batch overlap", "eagle3", BEAMS, options={"tbo": True}),
     Setting(
@@ -91,13 +91,11 @@ class Loader:
     @cached_property
     def drafts(self) -> dict[str, Pair]:
         """The shipped drafts, and the first layers of the shipped target, by kind."""
-        device, dtype = self.device, self.dtype
-        source = HFTarget.from_pretrained(str(PAIR / "target"), dtype=dtype, device=device)
+        source = HFTarget.from_pretrained(PAIR / "target", dtype=self.dtype, device=self.device)
         with TemporaryDirectory() as folder:
             save_first_layers(PAIR / "target", Path(folder), LAYERS)
-            model = load_lm_draft(folder, source)
-        found = {kind: pair(device, dtype, kind=kind) for kind in ("eagle3", "dflash", "none")}
-        return {**found, "lm": fuse(source, model)}
+            heads = PAIR_HEADS | {"none": None, "model": folder}
+            return {kind: fitted(source, kind, head) for kind, head in heads.items()}
 
     def engine(self, setting: Setting) -> Engine:
         """Make a setting's engine."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
 from . import tables
-from .summary import Point
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,24 +33,8 @@ def gain(lines: Lines, setting: str) -> float | None:
     return statistics.median(one["runs"]) / statistics.median(three["runs"])
 
 
-def gains(cells: list[dict[str, Any]]) -> list[Point]:
-    """Return `gain` wherever it is known."""
-    found = []
-    for cell in cells:
-        lines = _lines(cell)
-        for setting in dict.fromkeys(setting for setting, _ in lines):
-            ratio = gain(lines, setting)
-            found += [Point(ratio, f"{cell['name']}, {setting}")] if ratio else []
-    return found
-
-
-def slower(cells: list[dict[str, Any]]) -> list[str]:
-    """Say where one graph was slower than three, and how fast it was beside them."""
-    return [f"{point.where}: {point.value:.3f}x" for point in gains(cells) if point.value < 1]
-
-
 def shown(results: Path) -> str:
-    """Return a table for greedy and one for drawn tokens, and how one graph compares with three."""
+    """Return a table for greedy and one for drawn tokens, and how many greedy texts are equal."""
     record = json.loads((results / RECORD).read_text())
     cells = record["cells"]
     texts = [
@@ -64,7 +46,8 @@ def shown(results: Path) -> str:
         "Temperature 1": [cell for cell in cells if cell["temperature"]],
     }.items():
         texts += [f"{title}, tokens per second:", _table(chosen)] if chosen else []
-    return "\n\n".join([*texts, *_verdict(cells)])
+    equal = _equal(cell for cell in cells if not cell["temperature"])
+    return "\n\n".join([*texts, f"Of the greedy texts, {equal} are plain decoding's."])
 
 
 def _table(cells: list[dict[str, Any]]) -> str:
@@ -111,20 +94,6 @@ def _ratio(line: dict[str, Any] | None, other: dict[str, Any] | None) -> float |
         return None
     ratio: float = line["tokens_per_second"] / other["tokens_per_second"]
     return ratio
-
-
-def _verdict(cells: list[dict[str, Any]]) -> list[str]:
-    found, late = gains(cells), slower(cells)
-    if not found:
-        return []
-    ratios = [point.value for point in found]
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    where = f": {'; '.join(late)}" if late else ""
-    return [
-        f"Launched a step ahead, one graph is {mean:.3f}x as fast as three (geomean of "
-        f"{len(found)} cells), and slower in {len(late)} of them{where}. Of the greedy texts, "
-        f"{_equal(cell for cell in cells if not cell['temperature'])} are plain decoding's."
-    ]
 
 
 def _equal(cells: Iterable[dict[str, Any]]) -> str:

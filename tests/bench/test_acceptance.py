@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
 from bench import acceptance
-from bench.acceptance import SETTINGS, Setting, measure, own_branch
-from bench.shipped import pair
+from bench.acceptance import SETTINGS
+from bench.lines import Setting
 from bench.suite import acceptance as report
-from specattn.attention.multi_step import BoundMultiStep
-from specattn.batch import Candidates
-from specattn.kernels.tree import Beams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEXTS = ("import os\nimport sys\nimport os\nimport sys\nimport", "def f(self, x):\n    return")
@@ -28,8 +23,12 @@ LINES = (
     Setting("lookup+eagle3", EAGLE),
     Setting("lookup+dflash", BLOCK, best_first=True),
     Setting("dflash", BLOCK, 1.0, best_first=True),
-    Setting("eagle3", EAGLE, own_branch=True),
+    Setting("eagle3", (3, 1, 4), 1.0, draft_sampling=True),
 )
+
+
+def key(setting):
+    return setting.draft, setting.tree, setting.temperature
 
 
 @pytest.fixture
@@ -54,21 +53,22 @@ def test_lines_are_added_to_those_that_are_known(tiny, tmp_path, monkeypatch):
     assert len(json.loads(out.read_text())["results"]) == 4
     tiny("--out", out)
     record = json.loads(out.read_text())
-    found = {acceptance.key_of(line): line for line in record["results"]}
-    assert list(found) == [setting.key for setting in LINES]
-    for setting, line in zip(LINES, found.values(), strict=True):
+    found = {tuple(line[name] for name in acceptance.NAMES): line for line in record["results"]}
+    assert found.keys() == {key(setting) for setting in LINES}
+    for setting in LINES:
+        line = found[key(setting)]
         assert (line["tokens"], line["shape"]) == (14, list(setting.shape))
         assert 1 <= line["accepted_per_step"] <= setting.shape[0] + 1
         equal = None if setting.temperature else 2
         assert line.get("requests_equal_to_plain") == equal
         if setting.draft != "plain" and not setting.temperature:
-            assert line["steps"] < found["plain", "no tree", 0.0]["steps"], setting.key
+            assert line["steps"] < found["plain", "no tree", 0.0]["steps"], setting
 
     text = report.shown(tmp_path)
     chain, tree = (found["dflash", name, 0.0] for name in ("chain of 15", "best first, 20 nodes"))
     ratio = tree["accepted_per_step"] / chain["accepted_per_step"]
     assert f"| {tree['accepted_per_step']:.2f} | {ratio:.2f}x |" in text
-    assert "14 new tokens per line. Of the greedy texts of drafts, 12 of 12 are plain" in text
+    assert "14 new tokens per line. Of the greedy texts of drafts, 10 of 10 are plain" in text
     assert "| lookup, else EAGLE-3 | topk 4, 12 nodes, 3 steps |" in text
 
     monkeypatch.setattr(acceptance, "measure", None)
@@ -102,10 +102,10 @@ def test_other_texts_than_plain_decodings_are_written_and_refused(tiny, tmp_path
 
 
 def test_every_line_has_a_name_of_its_own():
-    assert len({setting.key for setting in SETTINGS}) == len(SETTINGS)
+    assert len({key(setting) for setting in SETTINGS}) == len(SETTINGS)
     assert {setting.draft for setting in SETTINGS} == set(report.DRAFTS)
     for setting in SETTINGS:
-        setting.config(acceptance.PROMPT_TOKENS + 128 + acceptance.ROOM, 4)
+        setting.configs(acceptance.PROMPT_TOKENS + 128 + acceptance.ROOM, 4)
 
 
 def test_lines_of_other_runs_are_not_added_to(tiny, tmp_path):
@@ -113,57 +113,3 @@ def test_lines_of_other_runs_are_not_added_to(tiny, tmp_path):
     tiny("--kinds", "plain", "--out", out)
     with pytest.raises(ValueError, match=r"found\.json differs in new"):
         tiny("--new", "6", "--out", out)
-
-
-def test_own_branches_are_what_draft_forwards_read():
-    """The words of every draft forward, from steps of an engine, are those of beam slots."""
-    models, steps, topk = pair("cpu", torch.float32), 5, 4
-    prompts = [models[0].tokenizer(text)["input_ids"] for text in TEXTS]
-    seen, honest = [], BoundMultiStep.fill_ancestors
-
-    def spy(self, step):
-        seen.append((step, self.inputs.words[:, step].clone()))
-        honest(self, step)
-
-    beams = {
-        step: torch.tensor(
-            [[sum(1 << at * topk + beam for at in range(step + 1))] for beam in range(topk)]
-        )
-        for step in range(steps)
-    }
-    setting = Setting("eagle3", (steps, topk, 16))
-    with mock.patch.object(BoundMultiStep, "fill_ancestors", spy):
-        _, true = measure(setting, models, prompts, 6, 2)
-        before = len(seen)
-        _, own = measure(replace(setting, own_branch=True), models, prompts, 6, 2)
-    assert true == own, "what drafts read changes no text"
-    differing = [bool((words != beams[step]).any()) for step, words in seen]
-    assert any(differing[:before])
-    assert len(seen) > before
-    assert not any(differing[before:])
-
-
-def test_own_branches_fill_words_of_more_than_64_nodes():
-    topk, batch, steps = 8, 1, 9
-    probs = torch.full((batch, topk, topk), 0.1)
-    words = torch.zeros(batch, topk, 2, dtype=torch.int64)
-    width = topk + (steps - 1) * topk**2
-    candidates = Candidates(
-        torch.zeros(batch, width),
-        torch.zeros(batch, width, dtype=torch.int64),
-        torch.zeros(batch, 1 + steps * topk, dtype=torch.int64),
-        torch.empty(batch, 0, 0),
-    )
-    ids = torch.zeros(2, batch, topk, dtype=torch.int64)
-    with own_branch(topk):
-        acceptance.drafting.select_beams(
-            steps - 1,
-            probs,
-            probs.long(),
-            Beams(probs[..., 0].contiguous(), ids[0], ids[1], torch.zeros_like(words)),
-            candidates=candidates,
-            out=Beams(torch.zeros(batch, topk), ids[0], ids[1], words),
-        )
-    bits = [[int(word) >> at & 1 for word in row for at in range(64)] for row in words[0]]
-    for beam, row in enumerate(bits):
-        assert [at for at, bit in enumerate(row) if bit] == [s * topk + beam for s in range(steps)]

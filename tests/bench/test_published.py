@@ -1,18 +1,25 @@
-"""What `bench.published` says of texts, told apart from what an engine gives."""
+"""What `bench.published` measures, with the shipped models, and what it says of texts."""
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from bench import published
-from specattn.engine.request import RequestOutput
+from bench.lines import Transformers
+from bench.shipped import pair
+from specattn.models.hub import PAIR, PAIR_HEADS
+
+PROMPTS = [[5, 9, 31, 2, 8], [7, 7, 3, 30, 12, 7, 7]]
 
 
 def test_departures_are_counted_with_the_gap_there():
-    plain = [RequestOutput([1, 2, 3]), RequestOutput([4, 5, 6]), RequestOutput([7, 8])]
-    found = [RequestOutput([1, 2, 3]), RequestOutput([4, 9, 6]), RequestOutput([8, 8])]
+    plain = [[1, 2, 3], [4, 5, 6], [7, 8]]
+    found = [[1, 2, 3], [4, 9, 6], [8, 8]]
     gaps = [[9.0] * 3, [9.0, 0.03125, 9.0], [0.5, 9.0]]
     assert published.departures(plain, found, gaps) == {
         "equal_to_plain": 1,
@@ -20,18 +27,15 @@ def test_departures_are_counted_with_the_gap_there():
     }
 
 
-def test_every_line_names_what_it_measures():
-    args = argparse.Namespace(temperatures=[0.0, 0.8], batches=[8, 1], kinds=["lookup", "model"])
-    lines = list(published.settings(args))
-    named = [json.dumps(line.named) for line in lines]
-    assert len(set(named)) == len(lines)
-    assert lines[0] == published.Setting("plain", ((0, 1, 1),), 8, 0.0)
-    assert {(line.temperature, line.batch) for line in lines} == {
-        (0.0, 8),
-        (0.0, 1),
-        (0.8, 8),
-        (0.8, 1),
-    }
+def test_every_line_has_a_name_of_its_own():
+    """And its shapes are trees."""
+    names = [
+        [(one.draft, one.tree) for one in published.trees(kind, 15) if one.configs(256, 2)]
+        for kind in (published.PLAIN, *published.KINDS)
+    ]
+    assert all(len(set(some)) == len(some) > 1 for some in names[1:])
+    assert names[0] == [("plain", "no tree")]
+    assert ("model", "adaptive") in names[published.KINDS.index("model") + 1]
 
 
 def test_problems_are_asked_as_chats(tmp_path):
@@ -46,3 +50,80 @@ def test_problems_are_asked_as_chats(tmp_path):
             file.write(json.dumps({"prompt": prompt}) + "\n")
     short, long = published.problems(path, Tokenizer())
     assert long[0] - short[0] == len("def longer():") - len("def f():")
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    monkeypatch.setattr(published, "problems", lambda path, tokenizer: PROMPTS)
+    monkeypatch.setattr(published, "CHAINS", ((3, 1, 4),))
+    monkeypatch.setattr(published, "NODES", (5, 20))
+    out = tmp_path / "record.json"
+    argv = ["published", "--target", PAIR / "target", "--problems", "none", "--out", out]
+    argv += ["--dtype", "float32", "--device", "cpu", "--new", "7"]
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", [str(word) for word in (*argv, *words)])
+        published.main()
+        return json.loads(out.read_text())
+
+    return run
+
+
+def test_drafts_and_transformers_write_the_same(command, monkeypatch):
+    heads = ["--draft", PAIR / "target", "--dflash", PAIR_HEADS["dflash"]]
+    kinds = ["--kinds", "lookup+model", "dflash"]
+    record = command(*heads, *kinds, "--batches", "2", "--temperatures", "0")
+    assert (record["target"], record["model"], record["eagle3"]) == ("target", "target", None)
+    lines = {(line["by"], line["draft"], line["tree"]): line for line in record["results"]}
+    assert [(draft, tree) for by, draft, tree in lines if by == published.OURS] == [
+        ("plain", "no tree"),
+        ("lookup+model", "chain of 3"),
+        ("lookup+model", "adaptive"),
+        ("dflash", "chain of 15"),
+        ("dflash", "best first, 5 nodes"),
+        ("dflash", "best first, 20 nodes"),
+    ]
+    sides = {(by, draft) for by, draft, _ in lines if by != published.OURS}
+    assert sides == {
+        (by, draft) for by in ("transformers", "custom_generate") for draft in ("plain", "model")
+    }
+    for name, line in lines.items():
+        assert (line["texts"], line["tokens"], line["equal_to_plain"]) == (2, 14, 2), name
+        assert line["tokens_per_second"] == pytest.approx(14 / line["seconds"], rel=0.02)
+    for line in (line for name, line in lines.items() if name[0] == published.OURS):
+        # the first token of a text comes with its prompt
+        assert sum(n * count for n, count in enumerate(line["steps_by_tokens"], 1)) == 12
+        assert line["accepted_per_step"] == pytest.approx(12 / line["steps"], abs=1e-4)
+    assert sum(lines["specattn", "lookup+model", "adaptive"]["steps_by_depth"].values()) > 0
+    assert lines["specattn", "lookup+model", "chain of 3"]["accepted_per_step"] > 2
+
+    monkeypatch.setattr(published, "run", None)
+    again = command(*heads, *kinds, "--batches", "2", "--temperatures", "0", "--no-transformers")
+    assert again == record, "lines that are there are kept"
+
+
+def test_a_kind_needs_its_head(command, capsys):
+    with pytest.raises(SystemExit):
+        command("--kinds", "lookup+model")
+    assert "--kinds model needs --draft" in capsys.readouterr().err
+
+
+def test_transformers_ends_texts_where_it_is_told_to():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, eos_token_id=3)
+    model = LlamaForCausalLM(config)
+    (text,) = Transformers(model).texts([[5, 9]], 6)
+    model.generation_config.eos_token_id = text[0]
+    for temperature in (0.0, 1.0):
+        found = Transformers(model).texts([[5, 9], [7, 7]], 6, temperature)
+        assert [len(tokens) for tokens in found] == [6, 6]
+    end = next(at for at, token in enumerate(text) if token not in text[:at])
+    assert Transformers(model, {text[end]}).texts([[5, 9]], 6) == [text[: end + 1]]
+
+
+def test_loaded_models_give_what_their_heads_read():
+    for kind, states in (("none", 0), ("eagle3", 3)):
+        target, draft = pair("cpu", torch.float32, kind=kind)
+        assert (draft is None) == (not states)
+        assert len(target.features.hidden_states) == states

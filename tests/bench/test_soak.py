@@ -159,7 +159,7 @@ def test_every_kind_of_proposer_and_step_is_soaked():
         ("none", True, "beam"),
         ("eagle3", True, "beam"),
         ("dflash", True, "best_first"),
-        ("lm", False, "beam"),
+        ("model", False, "beam"),
     }
 
 

@@ -1,0 +1,201 @@
+"""Lines of a record: texts of many prompts by one draft and tree, and what their steps gained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bench.suite.acceptance import CHAIN, LOOKUP, PLAIN
+from bench.suite.results import write
+from specattn.config import SpecConfig
+from specattn.engine.engine import Engine
+from specattn.engine.request import Request
+from specattn.speculative.lookup import LookupFirst, LookupProposer
+from specattn.speculative.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from specattn.engine.request import RequestOutput
+
+    #: Steps, topk and nodes; (0, 1, 1) is plain decoding.
+    Shape = tuple[int, int, int]
+
+#: Matches that lookup merges into a tree; a chain has room for one.
+MATCHES = 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A line: who drafts, the tree, and how tokens are drawn.
+
+    Parameters
+    ----------
+    draft : str
+        A kind of draft, ``lookup``, ``lookup+KIND`` for lookup in front of one, or ``plain``.
+    shape : tuple of int
+        Of the tree.
+    temperature : float
+        0 is greedy.
+    best_first, draft_sampling : bool
+        As of `SpecConfig`: whether the tree is best-first, and whether drafts are drawn.
+    others : tuple of tuple
+        Shapes that a policy may choose in place of the first.
+    """
+
+    draft: str
+    shape: Shape
+    temperature: float = 0.0
+    best_first: bool = False
+    draft_sampling: bool = False
+    others: tuple[Shape, ...] = ()
+
+    @property
+    def tree(self) -> str:
+        """The tree in words."""
+        if self.others:
+            return "adaptive"
+        steps, topk, nodes = self.shape
+        if not steps:
+            return "no tree"
+        name = f"topk {topk}, {nodes} nodes, {steps} steps" if topk > 1 else f"{CHAIN} of {steps}"
+        if self.best_first:
+            name = f"best first, {nodes} nodes"
+        return name + (", drawn drafts" if self.draft_sampling else "")
+
+    def configs(self, context: int, slots: int) -> list[SpecConfig]:
+        """Return the configs of an engine, that of the first shape first."""
+        more: dict[str, Any] = {"draft_sampling": self.draft_sampling}
+        more["tree"] = "best_first" if self.best_first else "beam"
+        return [SpecConfig(*shape, context, slots, **more) for shape in (self.shape, *self.others)]
+
+    def engine(self, models: tuple[Any, Any], context: int, slots: int, **more: Any) -> Engine:
+        """Make an engine for ``slots`` requests at once, captured for that many alone.
+
+        ``more`` are further options of the engine.
+        """
+        config, *others = self.configs(context, slots)
+        drawn = self.temperature > 0
+        return Engine(*models, config, configs=others, buckets=[slots], sampled=drawn, **more)
+
+    def requests(
+        self, prompts: Sequence[Sequence[int]], new: int, *, ignore_eos: bool = False
+    ) -> list[Request]:
+        """Return a request per prompt, each with a seed of its own."""
+        return [
+            Request(prompt, new, SamplingParams(self.temperature, seed=at), ignore_eos=ignore_eos)
+            for at, prompt in enumerate(prompts)
+        ]
+
+    def line(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return what texts of this setting say."""
+        steps = sum(one.steps for one in outputs)
+        gained = sum(sum(one.accept_lens) for one in outputs)
+        return {
+            "draft": self.draft,
+            "tree": self.tree,
+            "shape": self.shape,
+            "temperature": self.temperature,
+            "tokens": sum(len(one.tokens) for one in outputs),
+            "steps": steps,
+            "accepted_per_step": round(gained / steps, 4),
+        }
+
+
+def models_of(draft: str, load: Callable[[str], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return the target and what drafts for it; ``load`` gives target and head by a head's kind."""
+    front, _, kind = draft.rpartition("+")
+    if draft in (PLAIN, LOOKUP):
+        target, head = load("none")
+        return target, LookupProposer(matches=MATCHES) if draft == LOOKUP else head
+    target, head = load(kind)
+    return target, LookupFirst(LookupProposer(matches=MATCHES), head) if front else head
+
+
+def machine(device: str) -> dict[str, str]:
+    """Return what a record says of the machine."""
+    on_gpu = torch.device(device).type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "torch": torch.__version__,
+    }
+
+
+class Record:
+    """Lines under what they have in common, written after every one.
+
+    Parameters
+    ----------
+    head : dict
+        What the lines have in common.
+    path : Path, optional
+        Where the record goes; lines that are there already are kept.
+    names : sequence of str
+        What tells lines apart.
+
+    Raises
+    ------
+    ValueError
+        If the lines there were not measured alike.
+    """
+
+    def __init__(self, head: dict[str, Any], path: Path | None, names: Sequence[str]) -> None:
+        self.head, self.path, self.names = head, path, tuple(names)
+        found: dict[str, Any] = {"results": []}
+        if path is not None and path.exists():
+            found = json.loads(path.read_text())
+            if differing := [name for name in head if head[name] != found.get(name)]:
+                raise ValueError(f"{path} differs in {', '.join(differing)}")
+        self.lines = {self.key(line): line for line in found["results"]}
+
+    def key(self, line: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what tells a line from others."""
+        return tuple(line[name] for name in self.names)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add a line."""
+        self.lines[self.key(line)] = line
+        if self.path is not None:
+            write(self.head | {"results": list(self.lines.values())}, self.path)
+
+
+class Transformers:
+    """A model of transformers' under its own ``generate``.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Its generation settings are replaced: nothing but the end of a text is set.
+    ends : collection of int
+        Tokens that end a text; without any, texts are as long as they may be.
+    """
+
+    def __init__(self, model: Any, ends: Sequence[int] = ()) -> None:
+        from transformers import GenerationConfig
+
+        self.model = model.eval()
+        ids = sorted(ends)
+        model.generation_config = GenerationConfig(
+            eos_token_id=ids or None, pad_token_id=ids[0] if ids else 0
+        )
+
+    def texts(
+        self, prompts: Sequence[Sequence[int]], new: int, temperature: float = 0.0, **more: Any
+    ) -> list[list[int]]:
+        """Decode prompts of one length at once; ``more`` are arguments of ``generate``."""
+        ids = torch.tensor(prompts, device=self.model.device)
+        drawing = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=bool(temperature),
+            **drawing,
+            **more,
+        )
+        tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
+        return tokens
