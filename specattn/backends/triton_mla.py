@@ -57,6 +57,7 @@ class TritonMlaBackend(TritonBackend):
         return MlaAttention(
             **bucket(plan),
             num_qo_heads=config.num_qo_heads,
+            num_kv_heads=1,
             head_dim=config.head_dim,
             v_head_dim=config.v_head_dim,
             dtype=config.dtype,

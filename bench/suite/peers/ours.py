@@ -139,6 +139,7 @@ def _shared(batch: Batch) -> dict[str, Any]:
         "q_len": case.q_len,
         "tail_len": case.tail,
         "num_qo_heads": case.heads[0],
+        "num_kv_heads": case.heads[1],
         "head_dim": case.head_dim,
         "v_head_dim": case.v_dim,
         "dtype": batch.dtype,
@@ -150,7 +151,6 @@ def _shared(batch: Batch) -> dict[str, Any]:
 def _attention(batch: Batch) -> TreeAttention:
     case = batch.case
     return TreeAttention(
-        num_kv_heads=case.heads[1],
         page_size=case.page_size,
         kv_dtype=batch.kv_dtype,
         window_left=case.window_left,

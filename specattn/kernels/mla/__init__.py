@@ -6,17 +6,15 @@ first ``v_head_dim`` numbers are its value, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from specattn.checks import whole_number
 from specattn.kernels import TritonModule
 from specattn.kernels.attention import check_extend
 from specattn.kernels.attention.tiles import (
     DeviceLimits,
-    MergeTile,
     TileConfig,
     cdiv,
     logit_factors,
@@ -41,69 +39,29 @@ class MlaAttention(TreeAttention):
     """Launch constants, plan and workspace of one bucket; see `TreeAttention`.
 
     ``run`` takes the pool twice: ``k_cache [slots, 1, head_dim]``, and ``v_cache``, which must be
-    the view of its first ``v_head_dim`` columns.
-
-    Parameters
-    ----------
-    num_qo_heads : int
-        Heads, all of which read the same rows.
-    head_dim, v_head_dim : int
-        Width of a row, and of its latent part.
-    tile : TileConfig, optional
-        Overrides `choose_mla_tile`.
-    merge : MergeTile, optional
-        Overrides `MERGE`.
-    batch, q_len, tail_len, dtype, device, sm_scale, workspace
-        See `TreeAttention`.
+    the view of its first ``v_head_dim`` columns. A tail is needed. Windows, caps, index lists,
+    float8 and deterministic splits are not served.
 
     Raises
     ------
     ValueError
-        If a number is out of range or the workspace does not fit.
+        As of `TreeAttention`, or for what is not served.
     """
-
-    def __init__(
-        self,
-        *,
-        batch: int,
-        q_len: int,
-        tail_len: int,
-        num_qo_heads: int,
-        head_dim: int,
-        v_head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        sm_scale: float,
-        workspace: Callable[[int], Tensor] | None = None,
-        tile: TileConfig | None = None,
-        merge: MergeTile | None = None,
-    ) -> None:
-        if not v_head_dim < head_dim:
-            raise ValueError(f"v_head_dim must be below {head_dim}, got {v_head_dim}")
-        if tail_len < 1:
-            raise ValueError(f"tail_len must be above 0, got {tail_len}")
-        self._merge = merge
-        super().__init__(
-            batch=batch,
-            q_len=q_len,
-            tail_len=tail_len,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=1,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            dtype=dtype,
-            device=device,
-            sm_scale=sm_scale,
-            workspace=workspace,
-            tile=tile,
-        )
 
     def _kernels(
         self, tile: TileConfig | None, deterministic: DeterministicSplits | None
     ) -> TreeKernels:
         from specattn.kernels.mla.triton import LatentKernels
 
-        return LatentKernels(self, tile, self._merge)
+        whole_number("num_kv_heads", self.num_kv_heads, 1, 1)
+        whole_number("v_head_dim", self.v_head_dim, 1, self.head_dim - 1)
+        whole_number("tail_len", self.tail_len, 1)
+        lists_or_cap = self.csr or self.has_cap
+        if deterministic or lists_or_cap or self.window_left >= 0 or self.kv_dtype != self.dtype:
+            raise ValueError(
+                "latent attention has no window_left, logit_cap, csr, kv_dtype or deterministic"
+            )
+        return LatentKernels(self, tile)
 
     def _check_run(self, operands: Operands) -> None:
         super()._check_run(operands)
@@ -123,7 +81,6 @@ def mla_extend(
     req_to_token: Tensor,
     max_q_len: int,
     sm_scale: float,
-    tile: TileConfig | None = None,
 ) -> None:
     """Attend ragged new tokens, causally, to their request's cached prefix and themselves.
 
@@ -137,8 +94,6 @@ def mla_extend(
         ``[T, Hq]`` float32, natural log, written in place.
     qo_indptr, seq_lens, req_pool_indices, req_to_token, max_q_len, sm_scale
         See `specattn.kernels.attention.extend_attention`.
-    tile : TileConfig, optional
-        Overrides `mla_extend_tile_config`.
 
     Raises
     ------
@@ -152,7 +107,7 @@ def mla_extend(
     if not len(q):
         return
     heads, head_dim = q.shape[1:]
-    tile = tile or mla_extend_tile_config(q.dtype, DeviceLimits.of(q.device))
+    tile = mla_extend_tile_config(q.dtype, DeviceLimits.of(q.device))
     launch.mla_extend_kernel[cdiv(max_q_len * heads, tile.block_m), len(seq_lens)](
         q,
         k_cache,

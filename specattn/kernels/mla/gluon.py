@@ -1,4 +1,4 @@
-"""Launch of the Gluon kernel, and where it serves."""
+"""Where the Gluon kernel serves, and its check."""
 
 from __future__ import annotations
 
@@ -7,82 +7,30 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.kernels.attention.tiles import DeviceLimits, GluonTile, TileConfig
-from specattn.kernels.attention.tree import Operands, TreeAttention, row_strides
 from specattn.kernels.gluon_guard import gluon_ok
-from specattn.kernels.mla.tiles import GLUON, mla_tile_config
+from specattn.kernels.mla.tiles import GLUON
 
 if TYPE_CHECKING:
-    from specattn.kernels.attention.triton import TreeKernels
+    from specattn.kernels.attention.tiles import GluonTile
+    from specattn.kernels.attention.tree import TreeAttention
 
 
-def choose_mla_tile(
-    rows: int, dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.device
-) -> TileConfig:
-    """Choose the kernel and its tile; not while a graph is captured.
+def serves(bucket: TreeAttention) -> bool:
+    """Whether the kernel takes these rows, and runs right on their device.
 
-    16-bit rows of 512 + 64 numbers take the Gluon kernel on a Hopper GPU where that kernel has
-    passed its check, which the first call runs.
+    The first call finds out, so that it must not be made while a graph is captured.
     """
-    if (
-        dtype in (torch.float16, torch.bfloat16)
-        and (head_dim, v_head_dim) == (576, 512)
-        and gluon_ok("mla_gluon", check_mla_gluon, device)
-    ):
-        return GLUON
-    return mla_tile_config(rows, dtype, DeviceLimits.of(device))
+    return (
+        bucket.dtype in (torch.float16, torch.bfloat16)
+        and (bucket.head_dim, bucket.v_head_dim) == (576, 512)
+        and gluon_ok("mla_gluon", check_mla_gluon, bucket.device)
+    )
 
 
 def copies_16_bytes(*tensors: Tensor) -> bool:
     """Check that every row of every head is 16-byte aligned."""
     return all(
         t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 for t in tensors
-    )
-
-
-def launch_latent(
-    kernels: TreeKernels,
-    tile: GluonTile,
-    bucket: TreeAttention,
-    operands: Operands,
-) -> None:
-    """Launch on the last plan's tables."""
-    # Gluon is experimental: nothing may need it where this kernel is not used
-    from specattn.kernels.mla.gluon_tree import mla_gluon_kernel
-
-    grid = kernels.grid
-    q, cache, _, out, lse, indices, tail = operands
-    strides = tail.strides
-    mla_gluon_kernel[(grid.splits * grid.m_tiles,)](
-        q,
-        cache,
-        out,
-        lse,
-        indices,
-        tail.slots,
-        tail.words,
-        kernels.tables.requests,
-        kernels.tables.splits,
-        *bucket.workspace,
-        bucket.factors[0],
-        q.stride(0) // 8,
-        q.stride(1) // 8,
-        *row_strides(out),
-        *row_strides(lse),
-        strides[1],
-        *strides[3:],
-        SLOT=cache.stride(0),
-        Q_LEN=bucket.q_len,
-        TAIL=bucket.tail_len,
-        WORDS=bucket.words,
-        HEADS=bucket.num_qo_heads,
-        MT=grid.m_tiles,
-        STAGES=tile.stages,
-        PRODUCER_REGS=tile.producer_regs,
-        CONSUMER_REGS=tile.consumer_regs,
-        num_warps=4,
-        maxnreg=tile.max_regs,
-        **kernels.launch_options,
     )
 
 
@@ -111,6 +59,7 @@ def check_mla_gluon(device: torch.device, tile: GluonTile = GLUON) -> None:
         q_len=q_len,
         tail_len=q_len,
         num_qo_heads=heads,
+        num_kv_heads=1,
         head_dim=576,
         v_head_dim=512,
         dtype=q.dtype,

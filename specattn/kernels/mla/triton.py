@@ -6,11 +6,11 @@ as key and as value, for all heads.
 
 from __future__ import annotations
 
-from specattn.kernels.attention.tiles import GluonTile, MergeTile, TileConfig
+from specattn.kernels.attention.tiles import DeviceLimits, GluonTile, TileConfig
 from specattn.kernels.attention.tree import Operands, TreeAttention, row_strides
 from specattn.kernels.attention.triton import TreeKernels, tile_options
-from specattn.kernels.mla.gluon import choose_mla_tile, copies_16_bytes, launch_latent
-from specattn.kernels.mla.tiles import MERGE, latent_widths
+from specattn.kernels.mla import gluon
+from specattn.kernels.mla.tiles import GLUON, MERGE, latent_widths, mla_tile_config
 from specattn.kernels.mla.triton_tree import mla_attention_kernel
 
 
@@ -19,33 +19,36 @@ class LatentKernels(TreeKernels):
 
     may_prefetch = False
 
-    def __init__(
-        self, bucket: TreeAttention, tile: TileConfig | None, merge: MergeTile | None
-    ) -> None:
+    def __init__(self, bucket: TreeAttention, tile: TileConfig | None) -> None:
         super().__init__(bucket, tile)
-        self.merge_tile = merge or MERGE
-        if self.grid.tile.block_n > 64:
-            raise ValueError(f"block_n must be at most 64, got {self.grid.tile.block_n}")
+        self.merge_tile = MERGE
+        self._tile = tile = self.grid.tile
+        if tile.block_n > 64:
+            raise ValueError(f"block_n must be at most 64, got {tile.block_n}")
+        self._sizes = {
+            "Q_LEN": bucket.q_len,
+            "TAIL": bucket.tail_len,
+            "WORDS": bucket.words,
+            "HEADS": bucket.num_qo_heads,
+            "MT": self.grid.m_tiles,
+            "STAGES": tile.stages,
+            **self.launch_options,
+        }
+        self._widths = latent_widths(bucket.head_dim, bucket.v_head_dim) | tile_options(tile)
 
     def choose_tile(self, bucket: TreeAttention) -> TileConfig:
-        """Choose the kernel and its tile; see `choose_mla_tile`."""
-        return choose_mla_tile(
-            bucket.q_len * bucket.num_qo_heads,
-            bucket.dtype,
-            bucket.head_dim,
-            bucket.v_head_dim,
-            bucket.device,
-        )
+        """Choose the kernel and its tile: Gluon's where it serves."""
+        if gluon.serves(bucket):
+            return GLUON
+        rows = bucket.q_len * bucket.num_qo_heads
+        return mla_tile_config(rows, bucket.dtype, DeviceLimits.of(bucket.device))
 
     def attend(self, bucket: TreeAttention, operands: Operands) -> None:
         """Launch the tile's kernel; Triton's, where Gluon's cannot copy the rows."""
-        grid, tile = self.grid, self.grid.tile
+        tile, blocks = self._tile, (self.grid.splits * self.grid.m_tiles,)
         q, k_cache, _, out, lse, indices, tail = operands
-        if isinstance(tile, GluonTile) and copies_16_bytes(q, k_cache):
-            launch_latent(self, tile, bucket, operands)
-            return
         strides = tail.strides
-        mla_attention_kernel[(grid.splits * grid.m_tiles,)](
+        inputs = (
             q,
             k_cache,
             out,
@@ -57,22 +60,33 @@ class LatentKernels(TreeKernels):
             self.tables.splits,
             *bucket.workspace,
             bucket.factors[0],
+        )
+        outer = (*row_strides(out), *row_strides(lse), strides[1], *strides[3:])
+        if isinstance(tile, GluonTile) and gluon.copies_16_bytes(q, k_cache):
+            # Gluon is experimental: nothing may need it where this kernel is not used
+            from specattn.kernels.mla.gluon_tree import mla_gluon_kernel
+
+            mla_gluon_kernel[blocks](
+                *inputs,
+                q.stride(0) // 8,
+                q.stride(1) // 8,
+                *outer,
+                SLOT=k_cache.stride(0),
+                **self._sizes,
+                PRODUCER_REGS=tile.producer_regs,
+                CONSUMER_REGS=tile.consumer_regs,
+                num_warps=4,
+                maxnreg=tile.max_regs,
+            )
+            return
+        mla_attention_kernel[blocks](
+            *inputs,
             *row_strides(q),
-            *row_strides(out),
-            *row_strides(lse),
-            strides[1],
-            *strides[3:],
+            *outer,
             SLOT=k_cache.stride(0),
-            Q_LEN=bucket.q_len,
-            TAIL=bucket.tail_len,
-            WORDS=bucket.words,
-            HEADS=bucket.num_qo_heads,
+            **self._sizes,
             BM=tile.block_m,
             BN=tile.block_n,
-            MT=grid.m_tiles,
-            STAGES=tile.stages,
             SHORT=tile.short,
-            **latent_widths(bucket.head_dim, bucket.v_head_dim),
-            **tile_options(tile),
-            **self.launch_options,
+            **self._widths,
         )

@@ -33,6 +33,7 @@ def make_kernel(case: Case, *, ctas: int = 0, **options: Any) -> TreeAttention:
         "q_len": 1 if csr else a["positions"].shape[1],
         "tail_len": 0 if csr else a["tail_slots"].shape[1],
         "num_qo_heads": case.q.shape[1],
+        "num_kv_heads": case.k_cache.shape[1],
         "head_dim": case.q.shape[2],
         "v_head_dim": case.out.shape[2],
         "dtype": case.q.dtype,
@@ -44,7 +45,6 @@ def make_kernel(case: Case, *, ctas: int = 0, **options: Any) -> TreeAttention:
         kind = TreeAttention
         shape |= {
             "csr": csr,
-            "num_kv_heads": case.k_cache.shape[1],
             "kv_dtype": case.kv_dtype,
             "page_size": case.page_size,
             **case.settings,

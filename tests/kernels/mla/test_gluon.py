@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specattn.kernels.attention.tiles import MergeTile
-from specattn.kernels.mla.gluon import check_mla_gluon, choose_mla_tile
+from specattn.kernels.mla.gluon import check_mla_gluon
 from specattn.kernels.mla.tiles import GLUON, MERGE, mla_tile_config
 from tests.kernels.attention.calls import attend, make_kernel
 from tests.kernels.mla.test_mla import tree_case
@@ -68,7 +68,8 @@ def test_kernel_matches_the_oracle(name: str) -> None:
 def test_every_merge_matches_the_oracle(name: str) -> None:
     """Of over 100 partials, of few, and of none."""
     case = tree_case([9000, 0, 64, 65, 700], **DEEPSEEK)
-    kernel = make_kernel(case, tile=GLUON, merge=MERGES[name])
+    kernel = make_kernel(case, tile=GLUON)
+    kernel.kernels.merge_tile = MERGES[name]
     kernel.workspace[0].fill_(torch.nan)
     attend(kernel, case)
     check(case, oracle_tree(case))
@@ -115,17 +116,17 @@ def test_unaligned_queries_take_the_triton_kernel() -> None:
 @hopper
 def test_the_check_passes() -> None:
     check_mla_gluon(torch.device("cuda"))
-    assert choose_mla_tile(16, BF16, 576, 512, torch.device("cuda")) == GLUON
     case = tree_case([300], **DEEPSEEK)
     assert make_kernel(case).tile == GLUON
 
 
 def test_other_problems_keep_their_tiles() -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for dtype, head_dim, rank in ((torch.float32, 576, 512), (BF16, 288, 256), (F16, 80, 64)):
-        tile = choose_mla_tile(40, dtype, head_dim, rank, device)
-        assert tile == mla_tile_config(40, dtype)
-    assert choose_mla_tile(40, BF16, 576, 512, torch.device("cpu")) == mla_tile_config(40, BF16)
+    problems = [(torch.float32, 512, 64), (BF16, 256, 32), (F16, 64, 16)]
+    if not torch.cuda.is_available():
+        problems.append((BF16, 512, 64))
+    for dtype, rank, rope in problems:
+        case = tree_case([3], q_len=5, heads=8, dtype=dtype, rank=rank, rope=rope)
+        assert make_kernel(case).tile == mla_tile_config(40, dtype)
 
 
 # compiles what would be launched on sm_90, without such a device
@@ -156,8 +157,8 @@ compiled, small = [], dict(dtype=torch.int32)
 pool, q, out = (torch.zeros(n, h, d, dtype=torch.bfloat16)
                 for n, h, d in ((64, 1, 576), (8, 16, 576), (8, 16, 512)))
 kernel = MlaAttention(
-    batch=2, q_len=4, tail_len=4, num_qo_heads=16, head_dim=576, v_head_dim=512, dtype=q.dtype,
-    device="cpu", sm_scale=0.1, tile=GLUON,
+    batch=2, q_len=4, tail_len=4, num_qo_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512,
+    dtype=q.dtype, device="cpu", sm_scale=0.1, tile=GLUON,
 )
 kernel.run(
     q, pool, pool[..., :512], out, None, indices=torch.zeros(3, 64, **small), positions=None,

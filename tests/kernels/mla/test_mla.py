@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from specattn.kernels.attention import DeterministicSplits
 from specattn.kernels.attention.tiles import MergeTile
 from specattn.kernels.mla.tiles import mla_tile_config
 from tests.kernels.attention.calls import attend, make_kernel, run_extend, run_naive
@@ -213,7 +214,8 @@ def test_merges_take_any_rows_parts_and_columns(merge: MergeTile, rank: int) -> 
     """Fifteen partials, more and fewer than are taken at once, of all columns and of some."""
     case = tree_case([260, 0, 33], rank=rank, q_len=3)
     tile = replace(make_kernel(case).tile, ctas_per_sm=9)
-    kernel = make_kernel(case, tile=tile, merge=merge)
+    kernel = make_kernel(case, tile=tile)
+    kernel.kernels.merge_tile = merge
     kernel.workspace[0].fill_(NAN)
     kernel.workspace[1].fill_(NAN)
     attend(kernel, case)
@@ -238,10 +240,19 @@ def test_bad_geometry_is_refused() -> None:
     case = tree_case([5, 6])
     with pytest.raises(ValueError, match="block_n must be at most 64, got 128"):
         make_kernel(case, tile=replace(mla_tile_config(8, F32), block_n=128))
-    with pytest.raises(ValueError, match="tail_len must be above 0, got 0"):
+    with pytest.raises(ValueError, match="tail_len must be at least 1, got 0"):
         make_kernel(case, tail_len=0)
-    with pytest.raises(ValueError, match="v_head_dim must be below 80, got 80"):
+    with pytest.raises(ValueError, match=r"v_head_dim must be 1\.\.79, got 80"):
         make_kernel(replace(case, out=case.q))
+    with pytest.raises(ValueError, match=r"num_kv_heads must be 1\.\.1, got 2"):
+        make_kernel(case, num_kv_heads=2)
+    for option in (
+        {"window_left": 3},
+        {"logit_cap": 1.0},
+        {"deterministic": DeterministicSplits(64)},
+    ):
+        with pytest.raises(ValueError, match="latent attention has no window_left"):
+            make_kernel(case, **option)
     case = make_extend_case([(5, 6)], **form(4, 64, 16) | {"heads": (4, 2)})
     with pytest.raises(ValueError, match="k_cache must have one head, got 2"):
         run_extend(case)
