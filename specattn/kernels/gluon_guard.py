@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
-
-# what each kernel's check said, per device
-_PROVEN: dict[tuple[str, int], bool] = {}
 
 
 def gluon_ok(kernel_name: str, check: Callable[[torch.device], None], device: torch.device) -> bool:
@@ -25,21 +23,24 @@ def gluon_ok(kernel_name: str, check: Callable[[torch.device], None], device: to
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
-    if (kernel_name, index) not in _PROVEN:
-        try:
-            with torch.cuda.device(index):
-                check(torch.device("cuda", index))
-            _PROVEN[kernel_name, index] = True
-        except Exception as problem:  # compilers fail in ways of their own
-            log.warning(
-                "%s does not work on %s, a Triton kernel takes its place: %s: %s",
-                kernel_name,
-                torch.cuda.get_device_name(index),
-                type(problem).__name__,
-                problem,
-            )
-            _PROVEN[kernel_name, index] = False
-    return _PROVEN[kernel_name, index]
+    return _passes(kernel_name, check, index)
+
+
+@cache
+def _passes(kernel_name: str, check: Callable[[torch.device], None], index: int) -> bool:
+    try:
+        with torch.cuda.device(index):
+            check(torch.device("cuda", index))
+    except Exception as problem:  # compilers fail in ways of their own
+        log.warning(
+            "%s does not work on %s, a Triton kernel takes its place: %s: %s",
+            kernel_name,
+            torch.cuda.get_device_name(index),
+            type(problem).__name__,
+            problem,
+        )
+        return False
+    return True
 
 
 def tma_boxes(matrix: Tensor, rows: int, columns: int) -> Any:

@@ -7,14 +7,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from specattn.kernels import gluon_guard
 from specattn.kernels.attention import gluon
 from specattn.kernels.gluon_guard import gluon_ok
 
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_guard, "_PROVEN", {})
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

@@ -101,11 +101,8 @@ def add_rms_norm(
                 residual.stride(0),
                 residual_out.stride(0),
                 out.stride(0),
-                SIZE=size,
-                BLOCK=power_of_2(size),
                 SPLIT=partials.shape[0],
-                num_warps=_warps(size),
-                **launch_options(residual.device),
+                **_whole_rows(residual),
             )
         return out, residual_out
     total = (partials.float().sum(0) + residual.float()).to(residual.dtype)
@@ -155,10 +152,7 @@ def embed_rms_norm(
                 table.stride(0),
                 embedded.stride(0),
                 out.stride(0),
-                SIZE=size,
-                BLOCK=power_of_2(size),
-                num_warps=_warps(size),
-                **launch_options(weight.device),
+                **_whole_rows(out),
             )
         return out, embedded
     embedded.copy_(table[ids])
@@ -214,10 +208,7 @@ def embed_norm_pair(
                 eps,
                 table.stride(0),
                 hidden.stride(0),
-                SIZE=size,
-                BLOCK=power_of_2(size),
-                num_warps=_warps(size),
-                **launch_options(hidden.device),
+                **_whole_rows(hidden),
             )
         return out, hidden if chosen is None else chosen
     if rows is not None:
@@ -385,6 +376,10 @@ def _by_columns(kernel: Any, partials: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _warps(size: int) -> int:
-    """Return as many warps as a whole row takes: they await memory."""
-    return max(1, min(32, power_of_2(size) // 128))
+def _whole_rows(rows: Tensor) -> dict[str, Any]:
+    """Return the constants of kernels that take whole rows."""
+    size = rows.shape[-1]
+    block = power_of_2(size)
+    # as many warps as a row takes: they await memory
+    warps = max(1, min(32, block // 128))
+    return {"SIZE": size, "BLOCK": block, "num_warps": warps, **launch_options(rows.device)}

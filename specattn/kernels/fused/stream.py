@@ -16,6 +16,7 @@ from torch.nn.functional import linear, silu
 
 from specattn.checks import whole_number
 from specattn.kernels.gluon_guard import gluon_ok, tma_boxes
+from specattn.kernels.launch import cdiv
 
 MAX_ROWS = 128
 # rows of weights per half of a CTA; 64 is the whole of a matrix instruction
@@ -99,7 +100,7 @@ def ready(device: torch.device) -> bool:
     return gluon_ok("gluon_linear", _check, device)
 
 
-def stream_linear(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> Tensor:
+def stream_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply ``x [T, K]`` by ``weight [N, K]``, both of 16 bits.
 
     Returns
@@ -107,25 +108,23 @@ def stream_linear(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> 
     Tensor
         ``[S, T, N]``, partials whose sum is the product: one of x's dtype, or several in float32.
     """
-    tile = tile or stream_tile(len(x))
+    tile = stream_tile(len(x))
     step, split = _splits(x, weight, tile)
     out = torch.empty(
         split, len(x), len(weight), dtype=x.dtype if split == 1 else torch.float32, device=x.device
     )
-    _launch(x, weight, out, tile, step, split, len(weight), out.stride(), gated=False)
+    _launch(x, weight, out, tile, step)
     return out
 
 
-def stream_gated(x: Tensor, weight: Tensor, tile: StreamTile | None = None) -> Tensor:
+def stream_gated(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``silu(x gate) * (x up)``, ``[T, I]``.
 
     ``weight`` is ``[2 I, K]``, gates first.
     """
-    tile = tile or stream_tile(len(x), gated=True)
-    width = len(weight) // 2
+    tile, width = stream_tile(len(x), gated=True), len(weight) // 2
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
-    step, _ = _shares(width, 1, 1, tile, x.device)
-    _launch(x, weight, out, tile, step, 1, width, (0, *out.stride()), gated=True)
+    _launch(x, weight, out, tile, _shares(width, 1, 1, tile, x.device)[0])
     return out
 
 
@@ -141,7 +140,7 @@ def _gains(x: Tensor, weight: Tensor) -> bool:
 
 def _splits(x: Tensor, weight: Tensor, tile: StreamTile) -> tuple[int, int]:
     """Choose rows of weights per half CTA, and shares of K."""
-    return _shares(len(weight), 2, -(-x.shape[1] // tile.block_k), tile, x.device)
+    return _shares(len(weight), 2, cdiv(x.shape[1], tile.block_k), tile, x.device)
 
 
 def _shares(
@@ -153,7 +152,7 @@ def _shares(
     for step in STEPS + SHORT_STEPS:
         if step == SHORT_STEPS[0] and best[0] > 0.5:
             break
-        tiles = -(-width // (halves * step))
+        tiles = cdiv(width, halves * step)
         split = max(1, min(slots // tiles, steps // 4))
         # the last turn of CTAs leaves multiprocessors idle
         turns = width / (halves * step) * split / slots
@@ -163,22 +162,14 @@ def _shares(
     return best[1], best[2]
 
 
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    tile: StreamTile,
-    step: int,
-    split: int,
-    width: int,
-    strides: tuple[int, ...],
-    *,
-    gated: bool,
-) -> None:
+def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: StreamTile, step: int) -> None:
+    """Launch on ``out``, ``[S, T, N]`` or, of gated products, ``[T, I]``."""
     from specattn.kernels.fused.gluon import gluon_linear_kernel
 
-    tiles = -(-width // (step if gated else 2 * step))
-    steps = -(-x.shape[1] // tile.block_k)
+    gated, width = out.dim() == 2, out.shape[-1]
+    split, stride_part = (1, 0) if gated else (len(out), out.stride(0))
+    tiles = cdiv(width, step if gated else 2 * step)
+    steps = cdiv(x.shape[1], tile.block_k)
     # as many CTAs as run at once: a further one would begin to read when another has ended
     most = _multiprocessors(x.device) * tile.ctas_per_sm
     gluon_linear_kernel[(min(tiles * split, most),)](
@@ -188,14 +179,14 @@ def _launch(
         len(x),
         width,
         steps,
-        strides[0],
-        strides[1],
+        stride_part,
+        out.stride(-2),
         STEP=step,
         BT=tile.rows,
         BK=tile.block_k,
         STAGES=tile.stages,
         BOX=BOX,
-        BOXES=-(-len(x) // BOX),
+        BOXES=cdiv(len(x), BOX),
         SPLIT=split,
         GATED=gated,
         MANY=tiles * split > most,
