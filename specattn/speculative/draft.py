@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specattn.batch import Candidates, DraftState, Marginals
 from specattn.kernels.sampling import DRAFT, draw_tokens, target_probs, top_tokens, uniform
-from specattn.kernels.tree import Beams, append_candidates, select_beams
+from specattn.kernels.tree import Beams, select_beams
 from specattn.plan import mask_words
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def propose(
         tokens = chosen.tokens.unflatten(0, nodes.shape)
         drawn_from.append(chosen.draft_probs.unflatten(0, nodes.shape)[:, 0])
         hidden, beams = out.hidden_states, grown
-    append_candidates(len(attention.steps), probs, tokens, beams, candidates=candidates)
+    select_beams(len(attention.steps), probs, tokens, beams, candidates=candidates, out=None)
     return replace(candidates, draft_probs=torch.stack(drawn_from, 1))
 
 
@@ -183,11 +183,10 @@ def beams_of(marginals: Marginals, config: SpecConfig) -> Candidates:
         probs, tokens = (
             x[:, step, None].expand(batch, width, topk).contiguous() for x in (best, names)
         )
-        if step == depth - 1:
-            append_candidates(step, probs, tokens, beams, candidates=candidates)
-            break
-        words = names.new_empty(batch, topk, mask_words((depth - 1) * topk))
-        grown = _beams(names[:, step], words)
+        grown = None
+        if step < depth - 1:
+            words = names.new_empty(batch, topk, mask_words((depth - 1) * topk))
+            grown = _beams(names[:, step], words)
         select_beams(step, probs, tokens, beams, candidates=candidates, out=grown)
         beams = grown
     return replace(candidates, draft_probs=marginals.draft_probs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specattn.kernels.tree.accept import accept_greedy, accept_rejection, accept_sampled
-from specattn.kernels.tree.beams import Beams, append_candidates, grow_words, select_beams
+from specattn.kernels.tree.beams import Beams, grow_words, select_beams
 from specattn.kernels.tree.best_first import best_first_tree
 from specattn.kernels.tree.build import build_tree, link_tree
 
@@ -12,7 +12,6 @@ __all__ = [
     "accept_greedy",
     "accept_rejection",
     "accept_sampled",
-    "append_candidates",
     "best_first_tree",
     "build_tree",
     "grow_words",

@@ -41,45 +41,6 @@ class Beams(NamedTuple):
     words: Tensor
 
 
-def append_candidates(
-    step: int,
-    child_probs: Tensor,
-    child_tokens: Tensor,
-    beams: Beams | None,
-    *,
-    candidates: Candidates,
-) -> None:
-    """Record the children that the last draft step proposes, without picking beams.
-
-    Parameters are those of `select_beams`, of which this is the first half.
-    """
-    start = _candidate_offset(step, child_probs, candidates)
-    scores = None if beams is None else beams.scores
-    require_dense(child_probs=child_probs, child_tokens=child_tokens, scores=scores)
-    if not len(child_probs):
-        return
-    if on_triton(child_probs):
-        batch, width, topk = child_probs.shape
-        launch.append_kernel[(batch,)](
-            child_probs,
-            child_tokens,
-            None if beams is None else beams.scores,
-            candidates.scores,
-            candidates.tokens,
-            candidates.parents,
-            start,
-            candidates.scores.stride(0),
-            candidates.parents.stride(0),
-            BEAMS=width,
-            TOPK=topk,
-            BLOCK=power_of_2(width * topk),
-            num_warps=1,
-            **launch_options(child_probs.device),
-        )
-        return
-    _record(step, child_probs, child_tokens, beams, candidates)
-
-
 def select_beams(
     step: int,
     child_probs: Tensor,
@@ -87,7 +48,7 @@ def select_beams(
     beams: Beams | None,
     *,
     candidates: Candidates,
-    out: Beams,
+    out: Beams | None,
 ) -> None:
     """Score the beams' children, record them as candidates, keep the best ``topk``.
 
@@ -107,8 +68,8 @@ def select_beams(
         probability 1, and is no draft node.
     candidates : Candidates
         Those of all steps; the columns of this step are written, but for ``draft_probs``.
-    out : Beams
-        What is written; dense but for the words.
+    out : Beams or None
+        The beams to write; dense but for the words. None in the last step, which keeps none.
 
     Raises
     ------
@@ -116,62 +77,72 @@ def select_beams(
         If the candidates have no room for this step, or a tensor is not laid out as above.
     """
     start = _candidate_offset(step, child_probs, candidates)
-    nodes = (step + 1) * child_probs.shape[2]
-    groups = candidates.parents.shape[1]
-    if groups < 1 + nodes:
-        raise ValueError(f"step {step} has no beams to pick: candidates have {groups} groups")
-    if out.words.shape[2] * 64 < nodes:
-        raise ValueError(f"out.words must have a bit for each of {nodes} nodes")
-    require_dense(
-        child_probs=child_probs,
-        child_tokens=child_tokens,
-        scores=None if beams is None else beams.scores,
-        words=None if beams is None else beams.words[:1],
-        scores_out=out.scores,
-        tokens_out=out.tokens,
-        rows_out=out.rows,
-        words_out=out.words[:1],
-    )
-    if not len(child_probs):
+    (batch, width, topk), scores, words = child_probs.shape, None, None
+    if beams is not None:
+        scores, words = beams.scores, beams.words
+        require_dense(scores=scores, words=words[:1])
+    require_dense(child_probs=child_probs, child_tokens=child_tokens)
+    if out is not None:
+        _check_beams(out, (step + 1) * topk, candidates.parents.shape[1])
+    if not batch:
         return
-    (batch, width, topk), num_words = child_probs.shape, out.words.shape[-1]
     if on_triton(child_probs):
         block = power_of_2(width * topk)
+        columns = candidates.scores, candidates.tokens, candidates.parents
+        strides = candidates.scores.stride(0), candidates.parents.stride(0)
+        options = launch_options(child_probs.device)
+        if out is None:
+            launch.append_kernel[(batch,)](
+                child_probs,
+                child_tokens,
+                scores,
+                *columns,
+                start,
+                *strides,
+                BEAMS=width,
+                TOPK=topk,
+                BLOCK=block,
+                num_warps=1,
+                **options,
+            )
+            return
         launch.select_kernel[(batch,)](
             child_probs,
             child_tokens,
-            None if beams is None else beams.scores,
-            None if beams is None else beams.words,
-            candidates.scores,
-            candidates.tokens,
-            candidates.parents,
+            scores,
+            words,
+            *columns,
             *out,
             step,
             start,
-            candidates.scores.stride(0),
-            candidates.parents.stride(0),
-            0 if beams is None else beams.words.stride(0),
+            *strides,
+            0 if words is None else words.stride(0),
             out.words.stride(0),
-            W=num_words,
+            W=out.words.shape[2],
             BEAMS=width,
             TOPK=topk,
             BLOCK=block,
-            BLOCK_W=power_of_2(num_words),
+            BLOCK_W=power_of_2(out.words.shape[2]),
             num_warps=1 if block <= 16 else 4 if block <= 128 else 8,
-            **launch_options(child_probs.device),
+            **options,
         )
         return
-    scores = _record(step, child_probs, child_tokens, beams, candidates)
-    order = score_key(scores).sort(dim=1, descending=True, stable=True).indices
-    picks = order[:, :topk]
-    out.scores.copy_(scores.gather(1, picks))
+    paths = (child_probs * (1.0 if scores is None else scores[:, :, None])).flatten(1)
+    recorded = slice(start, start + paths.shape[1])
+    candidates.scores[:, recorded] = paths
+    candidates.tokens[:, recorded] = child_tokens.flatten(1)
+    if not step:
+        candidates.parents[:, 0] = -1
+    if out is None:
+        return
+    picks = score_key(paths).sort(dim=1, descending=True, stable=True).indices[:, :topk]
+    out.scores.copy_(paths.gather(1, picks))
     out.tokens.copy_(child_tokens.flatten(1).gather(1, picks))
     out.rows.copy_(torch.arange(batch, device=picks.device)[:, None] * width + picks // topk)
     candidates.parents[:, 1 + step * topk : 1 + (step + 1) * topk] = start + picks
 
-    own = node_bits(step * topk + torch.arange(topk, device=picks.device), num_words)
-    above = 0 if beams is None else beams.words.flatten(0, 1)[out.rows]
-    out.words.copy_(own | above)
+    own = node_bits(step * topk + torch.arange(topk, device=picks.device), out.words.shape[2])
+    out.words.copy_(own if words is None else own | words.flatten(0, 1)[out.rows])
 
 
 def grow_words(words: Tensor, step: int, parents: Tensor | None, *, flat: bool = False) -> None:
@@ -258,20 +229,12 @@ def _candidate_offset(step: int, child_probs: Tensor, candidates: Candidates) ->
     return start
 
 
-def _record(
-    step: int,
-    child_probs: Tensor,
-    child_tokens: Tensor,
-    beams: Beams | None,
-    candidates: Candidates,
-) -> Tensor:
-    """Write a step's columns; return scores ``[B, beams * topk]`` of paths."""
-    above = 1.0 if beams is None else beams.scores[:, :, None]
-    scores = (child_probs * above).flatten(1)
-    start = _candidate_offset(step, child_probs, candidates)
-    columns = slice(start, start + scores.shape[1])
-    candidates.scores[:, columns] = scores
-    candidates.tokens[:, columns] = child_tokens.flatten(1)
-    if not step:
-        candidates.parents[:, 0] = -1
-    return scores
+def _check_beams(out: Beams, nodes: int, groups: int) -> None:
+    """Raise ValueError unless nodes have a bit and a group each."""
+    if groups < 1 + nodes:
+        raise ValueError(f"candidates must have {1 + nodes} groups to pick beams, got {groups}")
+    if out.words.shape[2] * 64 < nodes:
+        raise ValueError(f"out.words must have a bit for each of {nodes} nodes")
+    require_dense(
+        scores_out=out.scores, tokens_out=out.tokens, rows_out=out.rows, words_out=out.words[:1]
+    )

@@ -25,7 +25,6 @@ def best_first_tree(
     seq_lens: Tensor,
     *,
     out: DraftTree,
-    scores_out: Tensor | None = None,
 ) -> None:
     """Build each request's tree of most probable prefixes, by a block's marginals.
 
@@ -48,8 +47,6 @@ def best_first_tree(
         ``[B]`` int64 and int32: the root's token and position.
     out : DraftTree
         Of n of 1 to 256 nodes; ``tokens``, ``positions``, ``words`` and links are written; dense.
-    scores_out : Tensor, optional
-        ``[B, n]`` float32, dense: the log-probability of the prefix down to each node.
 
     Raises
     ------
@@ -59,8 +56,7 @@ def best_first_tree(
     """
     log_probs, tokens, nodes = marginals.log_probs, marginals.tokens, out.tokens.shape[1]
     _check_marginals(log_probs, tokens, nodes)
-    require_dense(log_probs=log_probs[:1], tokens=tokens[:1], scores_out=scores_out)
-    require_dense(**written(out))
+    require_dense(log_probs=log_probs[:1], tokens=tokens[:1], **written(out))
     if not len(log_probs):
         return
     batch, length, ranks = log_probs.shape
@@ -71,7 +67,6 @@ def best_first_tree(
             bonus_tokens,
             seq_lens,
             *written(out).values(),
-            scores_out,
             length.bit_length(),
             log_probs.stride(0),
             tokens.stride(0),
@@ -98,8 +93,8 @@ def best_first_tree(
         drafted.append(tokens[:, position].gather(1, order % ranks))
         first, width = first + width, order.shape[1]
     # shorter prefixes come first among equals
-    score, order = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True)
-    score, order = score[:, :nodes], order[:, :nodes]  # the empty prefix, the root, is best
+    order = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True).indices
+    order = order[:, :nodes]  # the empty prefix, the root, is best
     number = torch.zeros(batch, first + width, dtype=torch.long, device=device)
     number.scatter_(1, order, torch.arange(nodes, device=device).expand_as(order))
     parent = number.gather(1, torch.cat(parents, 1).gather(1, order).clamp(min=0))
@@ -107,8 +102,6 @@ def best_first_tree(
 
     out.tokens.copy_(torch.cat([bonus_tokens[:, None], *drafted], 1).gather(1, order))
     write_links(out, parent, seq_lens, length)
-    if scores_out is not None:
-        scores_out.copy_(score)
 
 
 def _check_marginals(log_probs: Tensor, tokens: Tensor, nodes: int) -> None:

@@ -32,7 +32,7 @@ def _cost(log_probs, depth, rank, L: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _grow(log_probs, node, N: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
-    """Return each node's head, cost, first child and next sibling.
+    """Return each node's head, first child and next sibling.
 
     The head is that by which it was found: ``depth << 16 | parent << 8 | rank``, where depth is the
     parent's. Among equal costs the lowest head wins. The root has the head -1.
@@ -63,7 +63,7 @@ def _grow(log_probs, node, N: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
         # the next older sibling has the rank before
         sibling = tl.where((found == taken - 1) & (rank > 0), new, sibling)
         found = tl.where(node == new, taken, found)
-    return found, cost, first_child, sibling
+    return found, first_child, sibling
 
 
 @triton.jit
@@ -77,7 +77,6 @@ def best_first_kernel(
     words_out,  # [B, N, W] int64, out
     next_token_out,  # [B, N] int64, out
     next_sibling_out,  # [B, N] int64, out
-    scores_out,  # [B, N] float32 or None, out
     node_rounds,
     stride_log_probs,
     stride_tokens,
@@ -94,7 +93,7 @@ def best_first_kernel(
     enter(PDL)
     node = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     log_probs += req * stride_log_probs
-    found, cost, first_child, sibling = _grow(log_probs, node, N, L, K)
+    found, first_child, sibling = _grow(log_probs, node, N, L, K)
 
     inside = node < N
     drafted = found >= 0
@@ -109,8 +108,6 @@ def best_first_kernel(
     tl.store(positions_out + at, tl.load(seq_lens + req) + depth, mask=inside)
     tl.store(next_token_out + at, first_child, mask=inside)
     tl.store(next_sibling_out + at, sibling, mask=inside)
-    if scores_out is not None:
-        tl.store(scores_out + at, 0.0 - cost, mask=inside)
     word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     cell = at[:, None] * W + word[None, :]
     tl.store(words_out + cell, words, mask=inside[:, None] & (word < W)[None, :])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specattn.batch import Candidates
-from specattn.kernels.tree import Beams, append_candidates, build_tree, select_beams
+from specattn.kernels.tree import Beams, build_tree, select_beams
 from tests.kernels.tree_oracle import DEVICE, POISON, poisoned_tree, to_word
 
 
@@ -41,7 +41,7 @@ class Drafting:
         return out
 
     def append(self, step, probs, tokens, beams):
-        append_candidates(step, probs, tokens, beams, candidates=self.candidates)
+        select_beams(step, probs, tokens, beams, candidates=self.candidates, out=None)
 
 
 def random_children(rng, batch, beams, topk, ties):
@@ -141,5 +141,5 @@ def test_wrong_steps_are_named(implementation):
         draft.append(0, probs, tokens, beams)
     with pytest.raises(ValueError, match="before those of step 2"):
         draft.append(2, probs, tokens, beams)
-    with pytest.raises(ValueError, match="step 1 has no beams to pick"):
+    with pytest.raises(ValueError, match="candidates must have 5 groups to pick beams, got 3"):
         select_beams(1, probs, tokens, beams, candidates=draft.candidates, out=beams)

@@ -49,7 +49,7 @@ def every_prefix(block, n):
             return len(a) - len(b)
         return order(a[:-1], b[:-1]) or a[-1] - b[-1]
 
-    return sorted(scores, key=functools.cmp_to_key(order))[:n], scores
+    return sorted(scores, key=functools.cmp_to_key(order))[:n]
 
 
 def block(log_probs, tokens):
@@ -66,15 +66,14 @@ def build(log_probs, tokens, bonus, seq_lens, n, *, gap=0):
     wide.copy_(found.flatten(1))
     named = poisoned(batch, length * ranks, gap=gap)
     named.copy_(torch.tensor(tokens, device=DEVICE).flatten(1))
-    out, scores = poisoned_tree(batch, n), poisoned(batch, n, dtype=torch.float32)
+    out = poisoned_tree(batch, n)
     best_first_tree(
         block(wide.unflatten(1, (length, ranks)), named.unflatten(1, (length, ranks))),
         torch.tensor(bonus, device=DEVICE),
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
         out=out,
-        scores_out=scores,
     )
-    return as_lists(out) | {"scores": scores.tolist()}
+    return as_lists(out)
 
 
 def random_block(rng, length, ranks, *, style):
@@ -102,7 +101,7 @@ def check(blocks, n, *, gap=0):
     log_probs, tokens = zip(*blocks, strict=True)
     got = build(log_probs, tokens, bonus, seq_lens, n, gap=gap)
     for i, (block, named) in enumerate(blocks):
-        kept, scores = every_prefix(block, n)
+        kept = every_prefix(block, n)
         node_of = {prefix: node for node, prefix in enumerate(kept)}
         tree = Tree([], [-1, *(node_of[prefix[:-1]] for prefix in kept[1:])])
         assert got["tokens"][i] == [
@@ -113,7 +112,6 @@ def check(blocks, n, *, gap=0):
         assert got["words"][i] == tree.words(-(-n // 64))
         assert got["next_token"][i] == tree.next_token()
         assert got["next_sibling"][i] == tree.next_sibling()
-        assert got["scores"][i] == [float(scores[prefix]) for prefix in kept]
 
 
 # positions, ranks, nodes: a chain, one position, no power of two, edges of words, all prefixes
@@ -154,7 +152,7 @@ def test_a_prefix_of_the_nodes_is_the_smaller_tree(implementation):
     block, named = random_block(rng, 15, 8, style="plain")
     large = build([block], [named], [1], [0], 96)
     small = build([block], [named], [1], [0], 32)
-    for name in ("tokens", "positions", "scores"):
+    for name in ("tokens", "positions"):
         assert large[name][0][:32] == small[name][0]
     assert [row[:1] for row in large["words"][0][:32]] == small["words"][0]
 
@@ -235,11 +233,11 @@ def test_kernel_and_torch_agree_where_no_brute_force_goes(length, ranks, n):
     lens = torch.arange(16, dtype=torch.int32, device=DEVICE)
     results = []
     for implementation in ("naive", "triton"):
-        out, scores = poisoned_tree(16, n), poisoned(16, n, dtype=torch.float32)
+        out = poisoned_tree(16, n)
         marginals = block(log_probs, tokens)
         with using(implementation):
-            best_first_tree(marginals, lens.long(), lens, out=out, scores_out=scores)
-        results.append(as_lists(out) | {"scores": scores.tolist()})
+            best_first_tree(marginals, lens.long(), lens, out=out)
+        results.append(as_lists(out))
     assert results[0] == results[1]
 
 
