@@ -34,16 +34,15 @@ class DFlashProposer(ModelProposer):
 
     Parameters
     ----------
-    slot : ModelSlot
-        A `BlockDraftModel`, with its pool and attention.
+    draft : ModelSlot or BlockDraftModel
+        As in `ModelProposer`.
     """
 
     model: BlockDraftModel
 
-    @classmethod
-    def columns(cls, model: BlockDraftModel, config: SpecConfig) -> int:
+    def draft_len(self, config: SpecConfig) -> int:
         """Return the block's columns, or the accepted path's."""
-        return model.block.columns(config)
+        return self.model.block.columns(config)
 
     def num_positions(self, config: SpecConfig) -> int:
         """Return the block's positions."""

@@ -40,16 +40,15 @@ class EagleProposer(ModelProposer):
 
     Parameters
     ----------
-    slot : ModelSlot
-        The draft model, with its pool and attention.
+    draft : ModelSlot or DraftModel
+        As in `ModelProposer`.
     """
 
     model: DraftModel
 
-    @classmethod
-    def columns(cls, model: DraftModel, config: SpecConfig) -> int:
+    def draft_len(self, config: SpecConfig) -> int:
         """Return the columns of all draft forwards, or of the extend."""
-        return cls.read_ahead + max(config.num_draft_forwards * config.topk, config.num_steps + 1)
+        return self.read_ahead + max(config.num_draft_forwards * config.topk, config.num_steps + 1)
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the fields of `DraftState`."""

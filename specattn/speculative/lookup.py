@@ -7,7 +7,6 @@ computed but a search, on the device, in two launches; one more appends what was
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -35,7 +34,7 @@ TEXT = "text"
 # what lookup in front of a proposer leaves to it
 _OTHERS = (
     *("slot", "feature_size", "dtype", "vocab_size", "read_ahead"),
-    *("to_target", "draft_len", "num_positions", "check"),
+    *("to_target", "num_positions", "check"),
 )
 
 
@@ -143,9 +142,8 @@ class BoundLookup(BoundProposer):
         return {}
 
 
-@dataclass(frozen=True)
-class LookupFirst:
-    """Lookup in front of another draft, for an engine.
+class LookupFirst(Proposer):
+    """Lookup in front of another draft.
 
     Every step, each request whose last tokens matched verifies what followed them, each other one
     what the draft proposes. The draft runs for all of them: what is gained are longer paths.
@@ -156,29 +154,6 @@ class LookupFirst:
         How to search. Its ``min_ngram`` says how long a match must be to go before the draft.
     draft : DraftModel, BlockDraftModel or ProposerFactory
         The other draft, as `Engine` takes it.
-    """
-
-    lookup: LookupProposer
-    draft: Draft
-
-    def draft_len(self, config: SpecConfig) -> int:
-        """Return the columns that the other draft writes at most."""
-        return draft_of(self.draft).draft_len(config)
-
-    def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> LookupFirstProposer:
-        """Return the proposer; see `ProposerFactory`."""
-        return LookupFirstProposer(self.lookup, draft_of(self.draft).make(slot))
-
-
-class LookupFirstProposer(Proposer):
-    """Proposes by lookup where it finds a match, and else by another.
-
-    Parameters
-    ----------
-    lookup : LookupProposer
-        How to search.
-    other : Proposer
-        Whose model, states and attention these are.
 
     Raises
     ------
@@ -186,12 +161,23 @@ class LookupFirstProposer(Proposer):
         If the other is a `HostProposer`.
     """
 
-    def __init__(self, lookup: LookupProposer, other: Proposer) -> None:
-        if isinstance(other, HostProposer):
-            raise ValueError(f"a HostProposer drafts alone, got {type(other).__name__} behind")
-        self.lookup, self.other = lookup, other
-        for name in _OTHERS:
-            vars(self)[name] = getattr(other, name)
+    def __init__(self, lookup: LookupProposer, draft: Draft) -> None:
+        if isinstance(draft, HostProposer):
+            raise ValueError(f"a HostProposer drafts alone, got {type(draft).__name__} behind")
+        self.lookup, self.draft = lookup, draft
+        # a proposer, or what has yet to make one
+        self.other: Any = draft_of(draft)
+        if isinstance(self.other, Proposer):
+            vars(self).update((name, getattr(self.other, name)) for name in _OTHERS)
+
+    def draft_len(self, config: SpecConfig) -> int:
+        """Return the columns that the other writes at most."""
+        columns: int = self.other.draft_len(config)
+        return columns
+
+    def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Self:
+        """Return the same with the other as it is made."""
+        return type(self)(self.lookup, self.other.make(slot))
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the fields of both."""
@@ -213,9 +199,10 @@ class LookupFirstProposer(Proposer):
 class BoundLookupFirst(BoundProposer):
     """The search of a step, and what another proposes in it."""
 
-    def __init__(self, proposer: LookupFirstProposer, step: StepViews) -> None:
+    def __init__(self, proposer: LookupFirst, step: StepViews) -> None:
         super().__init__(proposer, step)
-        self.lookup, self.other = proposer.lookup.bind(step), proposer.other.bind(step)
+        self.lookup = proposer.lookup.bind(step)
+        self.other: BoundProposer = proposer.other.bind(step)
         self.gathers, self.positions = self.other.gathers, self.other.positions
         self.seq_lens = self.other.seq_lens
         self.proposing, self.absorbing = self.other.proposing, self.other.absorbing

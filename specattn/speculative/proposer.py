@@ -266,34 +266,31 @@ class ModelProposer(Proposer):
 
     Parameters
     ----------
-    slot : ModelSlot
-        The draft model, with its pool and attention.
+    draft : ModelSlot or AnyDraftModel
+        The draft model, with its pool and attention; or the model alone, until `make`.
     """
 
     slot: ModelSlot[Any]
 
-    def __init__(self, slot: ModelSlot[Any]) -> None:
-        self.slot, self.model = slot, slot.model
-        self.feature_size, self.vocab_size = slot.model.feature_size, slot.model.vocab_size
-        self.dtype = slot.model.layers[0].dtype
+    def __init__(self, draft: Any) -> None:
+        self.model = draft
+        if isinstance(draft, ModelSlot):
+            self.slot, self.model = draft, draft.model
+        self.feature_size, self.vocab_size = self.model.feature_size, self.model.vocab_size
+        self.dtype = self.model.layers[0].dtype
 
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map draft token ids, int64 of any shape, to target token ids."""
         mapped: Tensor = self.model.to_target(token_ids)
         return mapped
 
-    @classmethod
-    @abstractmethod
-    def columns(cls, model: Any, config: SpecConfig) -> int:
-        """Return `draft_len` of a model's proposer."""
-
-    def draft_len(self, config: SpecConfig) -> int:
-        """Return the columns past the committed length that it writes at most."""
-        return self.columns(self.model, config)
-
     def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> Self:
         """Return the proposer with its model's slot changed, for longer contexts, say."""
         return type(self)(change(self.slot))
+
+    def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Self:
+        """Return the proposer with a slot for its model, if it has none."""
+        return type(self)(slot(self.model) if self.slot is None else self.slot)
 
 
 class BoundProposer(ABC):
@@ -402,20 +399,6 @@ class _BoundNothing(BoundProposer):
         raise NotImplementedError("plain decoding drafts nothing")
 
 
-@dataclass(frozen=True)
-class _ModelDraft:
-    """A draft model, and what proposes by it."""
-
-    model: Any
-    proposer: type[ModelProposer]
-
-    def draft_len(self, config: SpecConfig) -> int:
-        return self.proposer.columns(self.model, config)
-
-    def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Proposer:
-        return self.proposer(slot(self.model))
-
-
 def draft_of(draft: Draft | None) -> ProposerFactory:
     """Return what makes the proposer of a draft; None is plain decoding."""
     from specattn.speculative.block import BlockDraftModel
@@ -426,9 +409,7 @@ def draft_of(draft: Draft | None) -> ProposerFactory:
         return NoProposer()
     if isinstance(draft, ProposerFactory):
         return draft
-    return _ModelDraft(
-        draft, DFlashProposer if isinstance(draft, BlockDraftModel) else EagleProposer
-    )
+    return (DFlashProposer if isinstance(draft, BlockDraftModel) else EagleProposer)(draft)
 
 
 def as_proposer(draft: ModelSlot[Any] | Proposer | None) -> Proposer:

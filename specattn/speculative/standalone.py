@@ -80,7 +80,7 @@ class LMDraft:
 
     def draft_len(self, config: SpecConfig) -> int:
         """Return the columns past the committed length that it writes at most."""
-        return StandaloneProposer.columns(self, config)
+        return StandaloneProposer(self).draft_len(config)
 
     def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Proposer:
         """Return its proposer; see `ProposerFactory`."""
@@ -121,8 +121,8 @@ class StandaloneProposer(EagleProposer):
 
     Parameters
     ----------
-    slot : ModelSlot
-        The draft, an `LMDraft`, with its pool and attention.
+    draft : ModelSlot or LMDraft
+        As in `ModelProposer`.
     """
 
     read_ahead = 1

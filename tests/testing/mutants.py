@@ -801,14 +801,7 @@ class MutantBlock(Changed, DFlashProposer):
 
     @classmethod
     def draft(cls, model: Any) -> Any:
-        class Draft:
-            def draft_len(self, config):
-                return model.block.columns(config)
-
-            def make(self, slot):
-                return cls(slot(model))
-
-        return Draft()
+        return cls(model)
 
 
 class LeavesTokensInTheBlock(MutantBlock):
