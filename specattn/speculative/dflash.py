@@ -122,9 +122,8 @@ class BoundDFlash(BoundProposer):
         draws = buffers if config.draft_sampling else None
         # a coin belongs to the place of the token before it, as in other drafts
         places = buffers.positions[:, : config.num_steps]
-        chosen = choose_tokens(model, logits, config.proposals, draws, places)
-        found = chosen.probs.log_(), chosen.tokens, chosen.draft_probs
-        return Marginals(*(one.unflatten(0, places.shape) for one in found))
+        probs, *others = choose_tokens(model, logits, config.proposals, draws, places)
+        return Marginals(*(one.unflatten(0, places.shape) for one in (probs.log_(), *others)))
 
     def absorb(self, accepted: AcceptResult) -> dict[str, Tensor]:
         """Write the context of the accepted path; nothing else is kept."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,42 +17,16 @@ if TYPE_CHECKING:
     from specattn.attention.multi_step import BoundMultiStep
     from specattn.config import SpecConfig
     from specattn.speculative.model import AnyDraftModel, DraftModel
+    from specattn.speculative.sampling import SamplingBatch
     from specattn.speculative.step_buffers import StepBuffers
 
-
-@dataclass(frozen=True)
-class DraftTokens:
-    """Proposed tokens, and what they were drawn from.
-
-    Parameters
-    ----------
-    probs, tokens : Tensor
-        ``[R, K]`` float32 and int64: the draft's probabilities, and target token ids.
-    draft_probs : Tensor
-        ``[R, Vd]`` float32, the distribution that they were drawn from; ``[R, 0]`` unless they are
-        drawn.
-    """
-
-    probs: Tensor
-    tokens: Tensor
-    draft_probs: Tensor
-
-
-class Draws(Protocol):
-    """Each request's temperature (0 is greedy) and seed, ``[B]`` each."""
-
-    @property
-    def temperature(self) -> Tensor:
-        """float32."""
-
-    @property
-    def seeds(self) -> Tensor:
-        """int64."""
+    #: What holds each request's temperature (0 is greedy) and seed, ``[B]`` each.
+    Draws = SamplingBatch | StepBuffers
 
 
 def choose_tokens(
     draft: AnyDraftModel, logits: Tensor, topk: int, draws: Draws | None, positions: Tensor
-) -> DraftTokens:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose each row's draft tokens: the most probable, or a drawn one.
 
     Among equal logits the lower draft token comes first.
@@ -66,11 +40,19 @@ def choose_tokens(
         ``[R, Vd]``.
     topk : int
         Tokens per row; 1 where they are drawn.
-    draws : Draws or None
+    draws : SamplingBatch, StepBuffers or None
         How each request draws; None takes the most probable tokens.
     positions : Tensor
         ``[R]`` int64, the target position of the token that each row's proposal follows, or
         ``[B, R / B]`` for several rows of B requests. Only draws read it.
+
+    Returns
+    -------
+    probs, tokens : Tensor
+        ``[R, K]`` float32 and int64: the draft's probabilities, and target token ids.
+    draft_probs : Tensor
+        ``[R, Vd]`` float32, the distribution that they were drawn from; ``[R, 0]`` unless they are
+        drawn.
     """
     if draws is None:
         shape = (len(logits), topk)
@@ -79,12 +61,12 @@ def choose_tokens(
         named = draft.target_ids
         top_tokens(logits, topk, probs_out=probs, ids_out=ids, target_ids=named)
         tokens = draft.to_target(ids) if named is None else ids
-        return DraftTokens(probs, tokens, probs[:, :0])
+        return probs, tokens, probs[:, :0]
     rows_per_req = positions.shape[1:].numel()
     drawn_from = target_probs(logits, draws.temperature, None, None, rows_per_req=rows_per_req)
     coins = uniform(draws.seeds, positions, DRAFT).flatten()
     ids = draw_tokens(drawn_from, coins)[:, None]
-    return DraftTokens(drawn_from.gather(1, ids), draft.to_target(ids), drawn_from)
+    return drawn_from.gather(1, ids), draft.to_target(ids), drawn_from
 
 
 def propose(
@@ -134,9 +116,8 @@ def propose(
         # a coin belongs to the place of the token that the proposal follows
         places = buffers.positions[:, step + 1]
         chosen = choose_tokens(draft, out.logits, config.topk, draws, places)
-        probs = chosen.probs.unflatten(0, nodes.shape)
-        tokens = chosen.tokens.unflatten(0, nodes.shape)
-        drawn_from.append(chosen.draft_probs.unflatten(0, nodes.shape)[:, 0])
+        probs, tokens, dense = (one.unflatten(0, nodes.shape) for one in chosen)
+        drawn_from.append(dense[:, 0])
         hidden, beams = out.hidden_states, grown
     select_beams(len(attention.steps), probs, tokens, beams, candidates=candidates, out=None)
     return replace(candidates, draft_probs=torch.stack(drawn_from, 1))
@@ -164,12 +145,12 @@ def propose_along_chain(
         attention.fill_ancestors(step)
         at = positions[step]
         out = draft.forward(tokens[-1][:, 0].contiguous(), hidden, at, attend)
-        chosen = choose_tokens(draft, out.logits, config.ranks, None, at)
-        probs.append(chosen.probs)
-        tokens.append(chosen.tokens)
+        chosen, ids, _ = choose_tokens(draft, out.logits, config.ranks, None, at)
+        probs.append(chosen)
+        tokens.append(ids)
         hidden = out.hidden_states
     best = torch.stack(probs, 1)
-    return Marginals(best.log_(), torch.stack(tokens, 1), best.new_empty(*best.shape[:2], 0))
+    return Marginals(best.log_(), torch.stack(tokens, 1), best[..., :0])
 
 
 def beams_of(marginals: Marginals, config: SpecConfig) -> Candidates:

@@ -180,8 +180,8 @@ def _proposed(
     draft: DraftModel, out: DraftOutput, topk: int, draws: Draws | None, after: Tensor
 ) -> dict[str, Any]:
     # the token proposed here follows the bonus token
-    chosen = choose_tokens(draft, out.logits, topk, draws, after)
-    return vars(DraftState(chosen.probs, chosen.tokens, out.hidden_states, chosen.draft_probs))
+    probs, tokens, drawn_from = choose_tokens(draft, out.logits, topk, draws, after)
+    return vars(DraftState(probs, tokens, out.hidden_states, drawn_from))
 
 
 def _drafting(proposer: EagleProposer, step: StepViews, lens: Tensor) -> MultiStepDraftBackend:

@@ -92,17 +92,18 @@ def test_what_is_emitted_has_the_targets_law(cut):
     *cuts, min_p = (None if law is None else law.expand(DRAWS).contiguous() for law in laws)
     sampling = SamplingBatch(False, *cuts, seeds, min_p)
     logits = torch.tensor(CHOICE, dtype=torch.bfloat16).to(DEVICE).expand(DRAWS, -1)
-    chosen = choose_tokens(draft, logits.contiguous(), 1, sampling, torch.zeros_like(seeds))
+    zeros = torch.zeros_like(seeds)
+    _, ids, dense = choose_tokens(draft, logits.contiguous(), 1, sampling, zeros)
     law = (logits.double() / params.temperature).softmax(1)
-    drawn(chosen.tokens[:, 0], law, uniform(seeds, torch.zeros_like(seeds), DRAFT))
-    tokens = torch.cat([torch.zeros_like(chosen.tokens), chosen.tokens], 1)
+    drawn(ids[:, 0], law, uniform(seeds, zeros, DRAFT))
+    tokens = torch.cat([torch.zeros_like(ids), ids], 1)
     links = torch.tensor([1, -1], device=DEVICE), torch.tensor([-1, -1], device=DEVICE)
     tree = DraftTree(
         tokens,
         tokens,
         tokens[:, :, None],
         *(link.expand(DRAWS, -1).contiguous() for link in links),
-        chosen.draft_probs[:, None],
+        dense[:, None],
     )
     target = torch.tensor(TARGET, device=DEVICE).expand(DRAWS, 2, -1).contiguous()
     config = SpecConfig(1, 1, 2, draft_sampling=True)
