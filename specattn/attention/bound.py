@@ -276,7 +276,7 @@ class BoundLayers(CompositeAttention):
             Before anything is written: if a tensor has another shape, dtype or device, k or v is
             missing, or the layer's geometry is seen first in a capture.
         """
-        config, count, device = layer.group.backend.config, self.num_tokens, self.device
+        config, count, device = layer.backend.config, self.num_tokens, self.device
         heads, size, dtype = config.num_qo_heads, config.v_head_dim, config.dtype
         if not isinstance(q, Tensor):
             q = _joined(q, count, config)

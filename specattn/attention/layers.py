@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,33 +82,32 @@ class Layer:
         Its place in the pool.
     sinks : Tensor or None
         ``[num_qo_heads]`` floats, if they are the layer's for good.
+
+    Attributes
+    ----------
+    backend : AttentionBackend
+        That of its geometry, ``backend.config``.
+    k_cache, v_cache : Tensor
+        ``[num_slots, num_kv_heads, head_dim]``, and the same with ``v_head_dim``; of ``latent``
+        layers a view of ``k_cache``.
+    scales : KVScales or None
+        Those of float8 caches.
     """
 
     group: LayerGroup
     pool: KVPool
     index: int
     sinks: Tensor | None = None
+    backend: AttentionBackend = field(init=False)
+    k_cache: Tensor = field(init=False, repr=False)
+    v_cache: Tensor = field(init=False, repr=False)
+    scales: KVScales | None = field(init=False)
 
-    @property
-    def backend(self) -> AttentionBackend:
-        """That of its geometry, ``backend.config``."""
-        return self.group.backend
-
-    @property
-    def k_cache(self) -> Tensor:
-        """``[num_slots, num_kv_heads, head_dim]``."""
-        return self.pool.k[self.index]
-
-    @property
-    def v_cache(self) -> Tensor:
-        """The same with ``v_head_dim``; of ``latent`` layers a view of ``k_cache``."""
-        return self.pool.v[self.index]
-
-    @property
-    def scales(self) -> KVScales | None:
-        """Those of float8 caches."""
-        stored = self.pool.layers[self.index].kv_dtype is not None
-        return self.pool.scales[self.index] if stored else None
+    def __post_init__(self) -> None:
+        pool, at = self.pool, self.index
+        stored = pool.layers[at].kv_dtype is not None
+        found = {"backend": self.group.backend, "k_cache": pool.k[at], "v_cache": pool.v[at]}
+        vars(self).update(found, scales=pool.scales[at] if stored else None)
 
     def store(
         self, slots: Tensor, k: Tensor | tuple[Tensor, Tensor] | None, v: Tensor | None
