@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,11 +34,51 @@ class Tokenizer(Protocol):
         """Return the text of tokens."""
 
 
-def detokenizer_of(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
-    """Return what makes text of tokens, but for special ones."""
-    return lambda tokens: tokenizer.decode(
-        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+@dataclass(frozen=True)
+class Texts:
+    """Makes tokens of texts and texts of tokens, where an engine can.
+
+    Parameters
+    ----------
+    encode : callable, optional
+        Makes tokens of prompts that are texts.
+    decode : callable, optional
+        Maps token ids to text, for outputs and stop strings.
+    """
+
+    encode: Callable[[str], list[int]] | None = None
+    decode: Callable[[list[int]], str] | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, decode: Callable[[list[int]], str] | None) -> Texts:
+        """Return what a tokenizer makes; its texts have no special tokens.
+
+        Raises
+        ------
+        ValueError
+            If the tokenizer is none.
+        """
+        if tokenizer is None:
+            return cls(None, decode)
+        if not isinstance(tokenizer, Tokenizer):
+            raise ValueError(f"tokenizer must encode and decode, got {tokenizer!r}")
+        plain = partial(
+            tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return cls(tokenizer.encode, decode or plain)
+
+    def stream(self, request: Request) -> TextStream | None:
+        """Return the stream of a request's text; None without texts."""
+        if self.decode is None:
+            return None
+        return TextStream(self.decode, request.prompt, request.stop, request.min_new_tokens)
+
+    def write(self, request: Request, output: RequestOutput) -> None:
+        """Write the text of a request that has ended."""
+        if (stream := self.stream(request)) is not None:
+            stream.feed(spoken(request, output))
+            stream.finish()
+            output.text = stream.text
 
 
 class TextStream:
@@ -73,11 +115,6 @@ class TextStream:
         self._held = ""
         self.text = ""
         self.stopped = False
-
-    @classmethod
-    def of(cls, request: Request, detokenize: Callable[[list[int]], str]) -> Self:
-        """Return the stream of a request's text."""
-        return cls(detokenize, request.prompt, request.stop, request.min_new_tokens)
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Take new tokens; return the text that has become certain."""
@@ -132,14 +169,6 @@ class TextStream:
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length
         return 0
-
-
-def text_of(request: Request, output: RequestOutput, detokenize: Callable[[list[int]], str]) -> str:
-    """Return the text of a request that has ended."""
-    stream = TextStream.of(request, detokenize)
-    stream.feed(spoken(request, output))
-    stream.finish()
-    return stream.text
 
 
 def spoken(request: Request, output: RequestOutput) -> list[int]:

@@ -19,25 +19,18 @@ from specattn.checks import whole_numbers
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.decoders import Decoders
-from specattn.engine.detokenizer import Tokenizer, detokenizer_of, text_of
+from specattn.engine.detokenizer import Texts
+from specattn.engine.intake import Intake
 from specattn.engine.metrics import EngineCounters
 from specattn.engine.prompts import PromptRunner
 from specattn.engine.ranks import Ranks
-from specattn.engine.request import (
-    Request,
-    RequestOutput,
-    check_requests,
-    fresh_seed,
-    with_seeds,
-)
+from specattn.engine.request import Request, RequestOutput
 from specattn.engine.scheduler import RunningRequest, Scheduler
 from specattn.errors import CapacityError
 from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.level import Level
-from specattn.speculative.logits_processor import check_names
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill
-from specattn.speculative.processors import MAX_END_IDS
 from specattn.speculative.proposer import NoProposer, draft_of
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_setup import StepOptions, StepSetup, plans_on_host
@@ -48,6 +41,7 @@ if TYPE_CHECKING:
     from specattn.backends.base import BackendFactory
     from specattn.config import KVScales, SpecConfig
     from specattn.cuda_graph import GraphReport
+    from specattn.engine.detokenizer import Tokenizer
     from specattn.engine.metrics import EngineMetrics
     from specattn.engine.policy import Policy
     from specattn.engine.scheduler import Groups, Item
@@ -189,12 +183,7 @@ class Engine:
         self.config = config
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
-        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
-            raise ValueError(f"tokenizer must encode and decode, got {tokenizer!r}")
-        self._tokenizer = tokenizer
-        if detokenize is None and tokenizer is not None:
-            detokenize = detokenizer_of(tokenizer)
-        self._ranks, self._own = Ranks(target), tuple(processors)
+        texts, self._ranks = Texts.of(tokenizer, detokenize), Ranks(target)
         self.configs = SpeculativeConfigs(
             (config, *configs), policy, self.buckets, ranks=self._ranks
         )
@@ -231,8 +220,10 @@ class Engine:
         dims = StateDims(self.proposer.state_fields(widest))
         self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, target.device)
         self.scheduler = Scheduler(
-            self.table, self.configs, target.eos_token_ids, detokenize, self.proposer.read_ahead
+            self.table, self.configs, target.eos_token_ids, texts, self.proposer.read_ahead
         )
+        limit, own = config.max_context_len, tuple(processors)
+        self._intake = Intake(target, limit, texts, own, self._ranks)
         prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
         self._prompts = PromptRunner(prefill, self.states, self.scheduler)
         between = self._plans_on_host or options.get("validate") == "debug"
@@ -243,7 +234,7 @@ class Engine:
             [
                 *(self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name),
                 *(cudagraph, graphs, sampled, processed, steps.indices),
-                [one.name for one in processors],
+                [one.name for one in own],
                 *(steps.validate, deterministic, steps.tbo, draft is not None),
             ],
         )
@@ -253,7 +244,7 @@ class Engine:
             self.buckets,
             sampled=sampled,
             processed=processed,
-            own=processors,
+            own=own,
         )
         self._counters = EngineCounters(self.configs.all)
         # launched and not handed out: the groups of one step
@@ -332,9 +323,8 @@ class Engine:
             finally:
                 self.clear()
         self._ranks.agree("the tokens of requests", [one.tokens for one in results])
-        if (detokenize := self.scheduler.detokenize) is not None:
-            for request, result in zip(checked, results, strict=True):
-                result.text = text_of(request, result, detokenize)
+        for request, result in zip(checked, results, strict=True):
+            self.scheduler.texts.write(request, result)
         return results
 
     def _to_their_ends(
@@ -539,28 +529,7 @@ class Engine:
 
     def _checked(self, requests: Sequence[Request | str]) -> list[Request]:
         """Return requests that can run, with tokens and seeds."""
-        checked = check_requests(
-            requests,
-            self.config.max_context_len,
-            self.target.model.vocab_size,
-            stop_strings=self.scheduler.detokenize is not None,
-            encode=None if self._tokenizer is None else self._tokenizer.encode,
-        )
-        for request in checked:
-            self._check_ends(request)
-            check_names(dict(request.sampling.processors), self._own)
-        # what runs already has to be the same, too
-        tokens = [one.result.tokens for one in self.running]
-        self._ranks.agree("requests, their seeds included,", (checked, tokens))
-        return with_seeds(checked, lambda: self._ranks.decide(fresh_seed))
-
-    def _check_ends(self, request: Request) -> None:
-        ends = self.target.model.eos_token_ids | request.stop_token_ids  # type: ignore[operator]  # it is a frozenset by now
-        if request.min_new_tokens and len(ends) > MAX_END_IDS:
-            raise ValueError(
-                f"tokens that end a request with min_new_tokens must be at most {MAX_END_IDS}, "
-                f"got {len(ends)}"
-            )
+        return self._intake.take(requests, [one.result.tokens for one in self.running])
 
     def _admit_waiting(self) -> list[RequestOutput]:
         """Admit as many waiting requests as have slots to their ends.

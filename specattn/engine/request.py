@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import TYPE_CHECKING, Any, Self
-
-import torch
 
 from specattn.checks import flag, whole_number
 from specattn.speculative.level import Level
@@ -190,91 +187,3 @@ class RequestOutput:
     def accepted_per_step(self) -> float:
         """Mean tokens per step, bonus included; 0 before the first step."""
         return sum(self.accept_lens) / self.steps if self.steps else 0.0
-
-
-def check_requests(
-    requests: Sequence[Request | str],
-    limit: int,
-    vocab_size: int,
-    *,
-    stop_strings: bool,
-    encode: Callable[[str], list[int]] | None = None,
-) -> list[Request]:
-    """Return requests as a list, after checking that each can run.
-
-    Parameters
-    ----------
-    requests : sequence of Request or str
-        Any number; a text is a request to continue it.
-    limit : int
-        Tokens that a context holds.
-    vocab_size : int
-        Tokens of the target's vocabulary.
-    stop_strings : bool
-        Whether there is text to look for stop strings in.
-    encode : callable, optional
-        Makes tokens of prompts that are texts.
-
-    Raises
-    ------
-    ValueError
-        If there is something else than a `Request` or a text among them; if a prompt is a text, and
-        nothing makes tokens of it; if it is empty, longer than ``limit`` or has tokens outside the
-        vocabulary; if stop tokens or tokens of ``sampling`` lie outside it; if ``max_new_tokens``
-        is below 1; if one has stop strings, and there is no text.
-    """
-    if isinstance(requests, Request | str):
-        raise ValueError(f"requests must be a sequence of Request, got the one {requests!r}")
-    try:
-        given = list(requests)
-    except TypeError as problem:
-        raise ValueError(f"requests must be a sequence of Request, got {requests!r}") from problem
-    checked = [_encoded(one, encode) for one in given]
-    for request in checked:
-        if not request.prompt:
-            raise ValueError("the prompt is empty")
-        if len(request.prompt) > limit:
-            raise ValueError(
-                f"the prompt has {len(request.prompt)} tokens, the context holds {limit}"
-            )
-        for name, ids in (("prompt", request.prompt), ("stop", request.stop_token_ids)):
-            low, high = min(ids, default=0), max(ids, default=0)
-            if low < 0 or high >= vocab_size:
-                raise ValueError(f"{name} tokens must be 0..{vocab_size - 1}, got {low}..{high}")
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
-        request.sampling.check_tokens(vocab_size)
-        if request.stop and not stop_strings:
-            raise ValueError("stop strings need detokenize")
-    return checked
-
-
-def _encoded(request: Request | str, encode: Callable[[str], list[int]] | None) -> Request:
-    """Return a request whose prompt has tokens."""
-    if isinstance(request, str):
-        request = Request(request)
-    if not isinstance(request, Request):
-        raise ValueError(f"requests must be a sequence of Request, got {request!r} in it")
-    if not isinstance(request.prompt, str):
-        return request
-    if encode is None:
-        raise ValueError(
-            f"prompt must be token ids in an engine without a tokenizer, got {request.prompt!r}"
-        )
-    return replace(request, prompt=encode(request.prompt))
-
-
-def with_seeds(requests: list[Request], first: Callable[[], int]) -> list[Request]:
-    """Return requests of which all that draw have a seed.
-
-    Those without one get ``first()`` and what follows it, in their order.
-    """
-    if not any(one.sampling.lacks_seed for one in requests):
-        return requests
-    seeds = count(first())
-    return [one.seeded(next(seeds)) if one.sampling.lacks_seed else one for one in requests]
-
-
-def fresh_seed() -> int:
-    """Draw a seed that others can follow; ``torch.manual_seed`` repeats it."""
-    return int(torch.randint(2**62, (), device="cpu"))

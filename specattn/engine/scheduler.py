@@ -6,17 +6,17 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from specattn.engine.detokenizer import TextStream
 from specattn.engine.request import RequestOutput
 from specattn.errors import CapacityError
 from specattn.speculative.level import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from specattn.cache.slot_table import SlotTable
     from specattn.config import SpecConfig
     from specattn.engine.configs import SpeculativeConfigs
+    from specattn.engine.detokenizer import Texts, TextStream
     from specattn.engine.request import Request
     from specattn.speculative.grammar import Grammar
 
@@ -119,8 +119,8 @@ class Scheduler:
         What a step may run with.
     eos : collection of int
         The target's end-of-text tokens.
-    detokenize : callable or None
-        Maps token ids to text, for stop strings.
+    texts : Texts
+        What makes texts, for stop strings.
     read_ahead : int
         Slots past a prompt that running it writes: `Proposer.read_ahead`.
 
@@ -139,11 +139,11 @@ class Scheduler:
         table: SlotTable,
         configs: SpeculativeConfigs,
         eos: Collection[int],
-        detokenize: Callable[[list[int]], str] | None,
+        texts: Texts,
         read_ahead: int = 0,
     ) -> None:
         self.table, self.configs = table, configs
-        self._eos, self.detokenize, self._read_ahead = eos, detokenize, read_ahead
+        self._eos, self.texts, self._read_ahead = eos, texts, read_ahead
         self.waiting: list[Item] = []
         self.running: list[RunningRequest] = []
         self._rows = self.full = table.num_free_rows
@@ -198,9 +198,7 @@ class Scheduler:
             donor, shared = self._donor(request.prompt)
             row = self.table.allocate(share=donor, share_len=shared)
             eos: Collection[int] = () if request.ignore_eos else self._eos
-            stream = None
-            if request.stop and self.detokenize is not None:
-                stream = TextStream.of(request, self.detokenize)
+            stream = self.texts.stream(request) if request.stop else None
             admitted.append(RunningRequest(request, result, row, shared, eos, stream))
             self.running.append(admitted[-1])
         holders = self.running if whole else admitted

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from specattn.engine.detokenizer import TextStream, spoken
+from specattn.engine.detokenizer import spoken
 from specattn.engine.request import RequestOutput
 from specattn.errors import CapacityError, UnsupportedError
 from specattn.speculative.model import ShardedModel
@@ -98,8 +98,7 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
 
     def __init__(self, feed: _Feed, commands: SimpleQueue[_Feed | None], engine: Engine) -> None:
         self._feed, self._commands, self._over = feed, commands, False
-        detokenize = engine.scheduler.detokenize
-        self._text = None if detokenize is None else TextStream.of(feed.request, detokenize)
+        self._text = engine.scheduler.texts.stream(feed.request)
 
     def __next__(self) -> RequestOutput:
         if self._over:

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specattn import Engine, Request, SamplingParams, SpecConfig
-from specattn.engine.request import fresh_seed
+from specattn.engine.intake import fresh_seed
 from specattn.errors import ModelError, RankError
 from specattn.models import FusedTarget, HFTarget, fuse, load_draft
 from tests.ranks import LIMIT, PAIR, SIZE, needs_shards, on_ranks
