@@ -289,7 +289,7 @@ class ModelProposer(Proposer):
         return type(self)(change(self.slot))
 
     def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Self:
-        """Return the proposer with a slot for its model, if it has none."""
+        """Return the proposer with a slot for its model."""
         return type(self)(slot(self.model) if self.slot is None else self.slot)
 
 
