@@ -365,15 +365,18 @@ class SpecConfig:
         step : int
             The draft forward, from 0; of ``DRAFT_DECODE`` only.
         """
+        return self.layouts(step)[mode]
+
+    def layouts(self, step: int = 0) -> dict[ForwardMode, RowLayout]:
+        """Return the row layouts of all modes; see `layout`."""
         nodes, depth, page = self.num_draft_tokens, self.num_steps + 1, self.page_size
         chain = self.topk == 1 and self.tree == "beam"
-        table = {
+        return {
             ForwardMode.DECODE: RowLayout(1, 1, Phase.DECODE, True, page),
             ForwardMode.DRAFT_DECODE: RowLayout.of_branches(self.topk, step, page),
             ForwardMode.TARGET_VERIFY: RowLayout(nodes, nodes, Phase.VERIFY, chain, page),
             ForwardMode.DRAFT_EXTEND: RowLayout(depth, depth, Phase.PREFILL, True, page),
         }
-        return table[mode]
 
     def plain(self) -> SpecConfig:
         """Return plain decoding over the same tables, one token per step."""

@@ -10,11 +10,11 @@ import torch
 
 from specattn.attention.bound import BoundLayers
 from specattn.backends import choose_backend
-from specattn.backends.base import IdleAttention, lists_refused
+from specattn.backends.base import IdleAttention, attending, lists_refused
 from specattn.checks import one_of
 from specattn.cuda_graph.recorder import is_recording
 from specattn.errors import UnsupportedError
-from specattn.plan import ExtendPlan
+from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.backends.base import AttentionBackend, BackendFactory, BoundAttention
+    from specattn.batch import RowLayout
     from specattn.cache.kv_pool import KVPool
     from specattn.config import AttnConfig, KVScales
     from specattn.plan import Plan
@@ -229,6 +230,27 @@ class LayeredBackend(Layers):
     def made_by(self, config: AttnConfig) -> BackendFactory:
         """Return what serves all layers."""
         return self._chosen
+
+    def attending(self, layout: RowLayout, batch: int, *, prompts: bool = False) -> str:
+        """Name the backends that attend in a forward.
+
+        Parameters
+        ----------
+        layout : RowLayout
+            Of the forward; of prompts only its ``page_size`` counts.
+        batch : int
+            Requests.
+        prompts : bool
+            Whether the forward is one of prompts.
+        """
+        meta = torch.device("meta")
+        inputs = AttnInputs.alloc(batch, replace(layout, tail=layout.q_len), meta)
+        plan: Plan = AttnPlan.over(replace(layout, tail=layout.q_len), inputs.tail_slots, inputs)
+        if prompts:
+            rows, lens, slots = inputs.req_pool_indices, inputs.seq_lens, inputs.tail_slots
+            plan = ExtendPlan(slots, rows, lens, lens, slots, 1, 1, layout.page_size)
+        names = dict.fromkeys(attending(layer.backend, plan) for layer in self.layers)
+        return ", ".join(names)
 
     def with_own_workspace(self) -> LayeredBackend:
         """Return the same layers with own workspaces, to run beside it."""

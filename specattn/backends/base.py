@@ -363,7 +363,7 @@ def recordable(backend: AttentionBackend, plan: Plan) -> bool:
 
 
 def attending(backend: AttentionBackend, plan: Plan) -> str:
-    """Name what attends in a plan's forward: of a composite, its parts that do."""
+    """Name what attends over a plan, of a composite too."""
     if isinstance(backend, CompositeBackend):
         parts = dict.fromkeys(attending(part, plan) for part in backend.serving(plan))
         return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Backends that a benchmark measured to be faster, for the forwards where they are.
+"""Backends that were measured to be faster, where they are.
 
 ``fastest.json`` beside this module is a record of ``specattn bench``, by compute capability. What
 ``auto`` takes follows from it, from what is installed and from the layers alone: nothing is timed,
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """A line of the record: who is faster than the library's own kernels, and at what.
+    """A line of the record: who is faster, and at what.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Choice:
     batch : int
         From how many requests on.
     gain, least : float
-        The library's own time over the backend's: geometric mean, and in the worst cell.
+        The own kernels' time over the backend's: geometric mean, and in the worst cell.
     cells : int
         How many were measured.
     measured : str
@@ -76,7 +76,7 @@ class Choice:
     measured: str
 
     def covers(self, config: AttnConfig) -> bool:
-        """Whether such layers were measured: none with a window, a cap, sinks or float8."""
+        """Whether such layers were measured: without windows, caps, sinks, float8."""
         plain = config.window_left < 0 and not config.logit_cap and not config.sinks
         return (
             plain
@@ -108,8 +108,15 @@ class Choice:
     @property
     def why(self) -> str:
         """The figures, in words."""
-        times = f"{self.gain:.2f} times as fast as the own kernels, {self.least:.2f} at worst"
-        return f"{times} of {self.cells} cells; {self.measured}"
+        times = f"{self.gain:.2f} times as fast as the own kernels"
+        cells = f"{self.cells} cell{'' if self.cells == 1 else 's'}, {self.least:.2f} at worst"
+        return f"{times}: {cells}; {self.measured}"
+
+    def told(self, reasons: Sequence[str]) -> str:
+        """Say why it is taken, or what stands in its way."""
+        if reasons:
+            return f"not {self.backend} for {self.what}: {'; '.join(reasons)}"
+        return f"{self.backend} for {self.what} ({self.why})"
 
 
 def recorded(device: torch.device) -> tuple[Choice, ...]:
@@ -126,7 +133,7 @@ class Choosy(AttentionBackend, Protocol):
     """A backend that says beforehand which plans it refuses."""
 
     def refusals(self, plan: AttnPlan | ExtendPlan) -> list[str]:
-        """Say why ``bind`` refuses a plan; empty means that it does not."""
+        """Say why ``bind`` refuses a plan; empty means that it serves."""
 
 
 def made(choice: Choice, config: AttnConfig, device: torch.device) -> Choosy:
@@ -143,34 +150,46 @@ def made(choice: Choice, config: AttnConfig, device: torch.device) -> Choosy:
     return cast("Choosy", backend(config, device))
 
 
-def faster(
-    base: BackendFactory, configs: Sequence[AttnConfig], device: torch.device
-) -> BackendFactory:
-    """Return ``base`` with all recorded backends that can serve one of the layers.
+def considered(
+    configs: Sequence[AttnConfig] | None, device: torch.device
+) -> dict[Choice, list[str]]:
+    """Return what is on record for the layers, and what stands in its way.
 
-    What is chosen is logged, and what stands in the way of others.
+    With ``configs=None`` only the device and the installed libraries are asked about.
     """
-    chosen, refused = [], {}
+    found: dict[Choice, list[str]] = {}
     for choice in recorded(device):
+        if configs is None:
+            found[choice] = load_backend(choice.backend).reasons(None, device)
+            continue
         for config in filter(choice.covers, configs):
             try:
                 made(choice, config, device)
             except UnsupportedError as error:
-                refused[choice] = error
+                found.setdefault(choice, list(error.reasons))
             else:
-                chosen.append(choice)
-                log.info("backend auto: %s for %s (%s)", choice.backend, choice.what, choice.why)
+                found[choice] = []
                 break
-        else:
-            if choice in refused:
-                why = "; ".join(refused[choice].reasons)
-                log.info("backend auto: not %s for %s: %s", choice.backend, choice.what, why)
-    return FastestBackend(base, tuple(chosen)) if chosen else base
+    return found
+
+
+def faster(
+    base: BackendFactory, configs: Sequence[AttnConfig], device: torch.device
+) -> BackendFactory:
+    """Return ``base`` with the recorded backends that serve some layer.
+
+    What is chosen is logged, and what stands in the way of others.
+    """
+    found = considered(configs, device)
+    for choice, reasons in found.items():
+        log.info("backend auto: %s", choice.told(reasons))
+    chosen = tuple(choice for choice, reasons in found.items() if not reasons)
+    return FastestBackend(base, chosen) if chosen else base
 
 
 @dataclass(frozen=True)
 class FastestBackend:
-    """A backend for all forwards, and others for those where they were measured to be faster.
+    """A backend for all forwards, and others where they are faster.
 
     Parameters
     ----------

@@ -96,7 +96,7 @@ class Fa3Backend(ReadOnly):
         return found
 
     def refusals(self, plan: AttnPlan | ExtendPlan) -> list[str]:
-        """Say why `bind` refuses a plan of slots; empty means that it does not."""
+        """Say why `bind` refuses a plan; empty means that it serves."""
         window = self.config.window_left
         if isinstance(plan, ExtendPlan):
             entries = plan.req_to_token.numel()

@@ -78,7 +78,7 @@ class FlashMlaBackend(PagedBackend):
     def result(
         self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None
     ) -> Tensor:
-        """Attend in one causal call over prefix and tail; FlashMLA allocates the result."""
+        """Attend in one causal call, into memory that FlashMLA allocates."""
         check_latent(k, v)
         blocks, shape = bound.blocks, bound.shape
         found: tuple[Tensor, Tensor] = self.library.flash_mla_with_kvcache(

@@ -104,7 +104,7 @@ class PagedBackend(ReadOnly, ABC):
         """Say which head counts and widths stand in the way."""
 
     def refusals(self, plan: Plan) -> list[str]:
-        """Say why `bind` refuses a plan: only causal ones of whole pages are served."""
+        """Say why `bind` refuses a plan; empty means that it serves."""
         if isinstance(plan, CsrPlan):
             return ["index lists are not served, its kernels read whole pages (indices='table')"]
         if not isinstance(plan, AttnPlan):

@@ -28,10 +28,13 @@ def backends(
     from specattn.backends import backend_names
 
     rows = [_row(name, device) for device in _devices() for name in backend_names()]
+    autos = [_auto(device) for device in _devices()]
     if as_json:
+        rows += autos
         print(json.dumps(rows))
         return
     from rich.console import Console
+    from rich.padding import Padding
 
     from specattn.cli.report import table
 
@@ -45,7 +48,23 @@ def backends(
             "yes" if row["graphs"] else "no",
             "; ".join(row["reasons"]),
         )
-    Console(highlight=False).print(shown)
+    console = Console(highlight=False)
+    console.print(shown)
+    for auto in autos:
+        console.print(f"\nauto on {auto['device']}")
+        for line in auto["takes"]:
+            console.print(Padding(line, (0, 0, 0, 2)))
+
+
+def _auto(device: torch.device) -> dict[str, Any]:
+    """Return the row of ``auto``, with a line for everything that it takes or does not."""
+    from specattn.backends import AUTO
+    from specattn.backends.fastest import considered
+
+    rows = {name: row for name in AUTO[device.type] if (row := _row(name, device))["available"]}
+    lines = [f"{name} where none before it serves: {AUTO[device.type][name]}" for name in rows]
+    lines += [choice.told(reasons) for choice, reasons in considered(None, device).items()]
+    return {**next(iter(rows.values())), "backend": "auto", "takes": lines}
 
 
 def found() -> dict[str, list[str]]:

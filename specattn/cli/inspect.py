@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.batch import AcceptResult, DraftTree
-    from specattn.cache.slot_table import SlotTable
     from specattn.cli.loading import Models
     from specattn.cli.prompts import Prompts
     from specattn.config import SpecConfig
+    from specattn.engine.engine import Engine
 
 
 _TOPK = f"Branches kept at every depth; 1 is a chain. {NOT_TOP_K}"
@@ -51,6 +51,7 @@ def inspect(
     config = options.speculation(topk, steps, draft_tokens, kind=draft_kind, page_size=page_size)
 
     from specattn import inspect as pictures
+    from specattn.backends.fastest import considered
     from specattn.cli.loading import models_for, pick_device
     from specattn.speculative.proposer import draft_of
 
@@ -61,22 +62,40 @@ def inspect(
     config = config.reserving(draft_of(models.draft).draft_len(config))
     limit = max(models.target.max_context_len - config.reserve_len, 0)
     (ids,) = found.encode(models.tokenizer, models.target.vocab_size, limit)
-    tree, scores, accepted, table = _first_step(models, found, ids, config, backend)
+    tree, scores, accepted, engine = _first_step(models, found, ids, config, backend)
     print(f"tree of {config.num_draft_tokens} nodes after {len(ids)} tokens (* accepted)")
     print(pictures.tree(tree, models.tokenizer, scores=scores, accepted=accepted))
     print("\nmask: row i sees tail key j (#) where node j is i or an ancestor of i")
     print(pictures.mask(tree.words[0], len(ids)))
     print("\nKV slots")
-    print(pictures.kv_map(table, config))
+    print(pictures.kv_map(engine.table, config))
+    print("\nattention")
+    for forward, name in _attending(engine).items():
+        print(f"{forward:13}  {name}")
+    if backend == "auto":
+        for choice, reasons in considered(models.target.layers, place).items():
+            print(choice.told(reasons))
+
+
+def _attending(engine: Engine) -> dict[str, str]:
+    """Return which backend serves each forward of one request."""
+    target, draft = engine.target.backend, engine.draft
+    layouts = {mode.value: layout for mode, layout in engine.config.layouts().items()}
+    found = {"prompts": target.attending(layouts["decode"], 1, prompts=True)}
+    for name, layout in layouts.items():
+        slots = draft if name.startswith("draft") else engine.target
+        if slots is not None:
+            found[name.replace("_", " ")] = slots.backend.attending(layout, 1)
+    return found
 
 
 def _first_step(
     models: Models, prompt: Prompts, ids: list[int], config: SpecConfig, backend: str
-) -> tuple[DraftTree, Tensor, AcceptResult, SlotTable]:
+) -> tuple[DraftTree, Tensor, AcceptResult, Engine]:
     """Run a prompt, draft a tree and verify it greedily; commit nothing.
 
     Returns the tree of one request, its nodes' path probabilities ``[1, n]``, what greedy
-    verification keeps, and where the KV is.
+    verification keeps, and the engine.
     """
     import torch
 
@@ -99,4 +118,4 @@ def _first_step(
         tree = step.build_tree(candidates)
         logits, _ = step.verify(tree)
         accepted = step.accept(tree, logits)
-    return tree, path_scores(candidates, config), accepted, engine.table
+    return tree, path_scores(candidates, config), accepted, engine

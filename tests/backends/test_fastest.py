@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from specattn.attention import Attention
+from specattn.attention.layers import LayeredBackend
 from specattn.backends import choose_backend, fastest, load_backend
 from specattn.backends.base import recordable
 from specattn.backends.fastest import Choice, FastestBackend
@@ -17,6 +20,8 @@ from specattn.backends.flash_attn import Fa3Backend
 from specattn.backends.flashmla import FlashMlaBackend
 from specattn.backends.paged import PagedBackend
 from specattn.batch import Phase, RowLayout
+from specattn.cache.kv_pool import KVPool
+from specattn.cli.app import app
 from specattn.config import FLOAT8, AttnConfig, SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
@@ -33,6 +38,7 @@ LATENT = AttnConfig(128, 1, 576, 512, sm_scale=0.1, latent=True, dtype=torch.bfl
 PROMPTS = Choice("fa3", "prompts", "bfloat16", 128, 0, 1, 1, 1.1, 1.05, 5, "a card")
 DECODE = Choice("flashmla", "decode", "bfloat16", 576, 128, 64, 16, 1.1, 1.05, 3, "a card")
 CHAINS = replace(DECODE, forwards="chains", batch=8)
+TINY_HEADS = AttnConfig(4, 2, 64)
 TINY = replace(PROMPTS, dtype="float32", head_dim=64)
 #: The composite's own tests run where a backend and the tensors are.
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -157,7 +163,7 @@ def test_the_choice_is_logged_with_its_figures(hopper, record, caplog):
     assert first.startswith("backend auto: triton on cuda (")
     assert second == (
         "backend auto: fa3 for prompts: heads of 128 in bfloat16, pages of 1 (1.10 times as fast "
-        "as the own kernels, 1.05 at worst of 5 cells; a card)"
+        "as the own kernels: 5 cells, 1.05 at worst; a card)"
     )
 
 
@@ -168,6 +174,29 @@ def test_ranks_choose_alike(hopper, monkeypatch):
     one, other = (choose_backend("auto", [HEADS], CUDA) for _ in range(2))
     assert one == other
     assert one.choices
+
+
+def test_the_command_says_what_is_taken_and_why(hopper, monkeypatch):
+    rows = json.loads(CliRunner().invoke(app, ["backends", "--json"]).stdout)
+    took = {row["device"]: row["takes"] for row in rows if row["backend"] == "auto"}
+    assert [line.split()[0] for line in took["cpu"]] == ["torch_native"]
+    assert took["cuda"][0].startswith("triton where none before it serves: one captured kernel")
+    assert any(re.match(r"fa3 for prompts: heads of 128 .* times as fast", x) for x in took["cuda"])
+    monkeypatch.setattr("specattn.backends.flash_attn.find_spec", lambda name: None)
+    shown = CliRunner().invoke(app, ["backends"]).stdout
+    assert "auto on cuda" in shown
+    assert "not fa3 for prompts: heads of 128" in shown
+
+
+def test_a_models_layers_say_who_attends_in_which_forward(called):
+    _, base = called("fa3", "base")
+    pool = KVPool([TINY_HEADS], 64, HERE)
+    layers = LayeredBackend(FastestBackend(base, (TINY,)), [TINY_HEADS], pool, HERE)
+    layouts = {mode.value: layout for mode, layout in SpecConfig(3, 2, 6).layouts().items()}
+    assert {name: layers.attending(layout, 1) for name, layout in layouts.items()} == dict.fromkeys(
+        ("decode", "draft_decode", "target_verify", "draft_extend"), "base"
+    )
+    assert layers.attending(layouts["decode"], 1, prompts=True) == "fa3"
 
 
 @pytest.mark.parametrize("name", ["triton", "triton,triton", "fa3", "triton_mla,flashmla"])
@@ -281,11 +310,10 @@ def test_a_capture_asks_whoever_serves(called):
 def test_prompts_of_an_engines_table_and_its_draft_extends(called):
     """As SGLang calls it: the plan of prompts is ragged, that of a draft extend is not."""
     fa3, base = called("fa3", "base")
-    config = AttnConfig(4, 2, 64)
     table = torch.arange(64, dtype=torch.int32, device=HERE).view(2, 32)
     attention = Attention(table, max_batch=2, backend=FastestBackend(base, (TINY,)))
     cache = torch.zeros(64, 2, 64, device=HERE)
-    layer = attention.layer(config, cache, cache.clone())
+    layer = attention.layer(TINY_HEADS, cache, cache.clone())
     one = torch.ones(1, dtype=torch.int64, device=HERE)
     forward = attention.prompts(one, one, 2 * one, torch.tensor([33, 34]).to(HERE), max_q_len=2)
     out = forward.attend(layer, *(torch.ones(2, n * 64, device=HERE) for n in (4, 2, 2)))

@@ -57,7 +57,7 @@ def test_inspect_shows_tree_mask_and_slots():
         "4",
     )
     assert result.exit_code == 0, result.output
-    tree, mask, slots = result.stdout.split("\n\n")
+    tree, mask, slots, attention = result.stdout.split("\n\n")
     used = len(tokenizer()(PROMPT).input_ids)
     first = tokenizer().decode(plain_tokens(PROMPT, 24)[:1])
     assert tree.splitlines()[1] == f"0 {first!r} @{used}  *"
@@ -71,6 +71,9 @@ def test_inspect_shows_tree_mask_and_slots():
     assert f"  0  0..{used - 1}" in mask
     assert f"row 1: {used} committed in slots 4..{3 + used}" in slots
     assert "verify, nodes 0..6" in slots
+    served = dict(re.findall(r"^(.+?)  +(\w+)$", attention, re.MULTILINE))
+    assert set(served.values()) == {"torch_native"}
+    assert {"prompts", "target verify", "draft decode", "draft extend"} <= served.keys()
 
 
 def test_inspect_refuses_plain_decoding():
