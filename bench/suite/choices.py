@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from .results import text
-from .tables import versions
+from .tables import table, times, versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -48,6 +48,38 @@ def choices(parts: Iterable[PartFound]) -> dict[str, list[dict[str, Any]]]:
         capability: [choice for key, points in found.items() for choice in chosen(key, points)]
         for capability, found in cells.items()
     }
+
+
+def shown(parts: Iterable[PartFound]) -> str:
+    """Return the choices as a table."""
+    rows = [
+        [
+            capability,
+            f"{one['forwards']} from {one['batch']} requests on"
+            if one["batch"] > 1
+            else one["forwards"],
+            f"{one['latent_heads']} latent heads" if one["latent_heads"] else "any heads",
+            f"{one['head_dim']}, {one['dtype']}",
+            str(one["page_size"]),
+            f"`{one['backend']}`",
+            *(times(one[name]) for name in ("gain", "least")),
+            str(one["cells"]),
+        ]
+        for capability, found in choices(parts).items()
+        for one in found
+    ]
+    head = [
+        "capability",
+        "forwards",
+        "layers",
+        "of",
+        "page size",
+        "taken",
+        "gain",
+        "worst",
+        "cells",
+    ]
+    return table(head, rows)
 
 
 def measured(cells: Iterable[Found]) -> Iterator[tuple[Key, int, float]]:

@@ -153,7 +153,7 @@ def made(choice: Choice, config: AttnConfig, device: torch.device) -> Choosy:
 def considered(
     configs: Sequence[AttnConfig] | None, device: torch.device
 ) -> dict[Choice, list[str]]:
-    """Return what is on record for the layers, and what stands in its way.
+    """Return what is on record for layers, with what prevents it.
 
     With ``configs=None`` only the device and the installed libraries are asked about.
     """
