@@ -249,6 +249,31 @@ def make_tree_case(
     return _finish(case, used, slots, (len(lengths) + pads) * q_len, look)
 
 
+def share_prefixes(case: Case, groups: list[tuple[list[int], int]]) -> Case:
+    """Give requests of a tree case common prefixes, as a radix cache does.
+
+    Parameters
+    ----------
+    case : Case
+        Which is changed, and returned.
+    groups : list of (list of int, int)
+        Requests, and the keys for which they get the slots of the first of them. What they had
+        there holds NaN, unless a later group shares it.
+    """
+    table, rows = case.args["req_to_token"], case.args["req_pool_indices"]
+    lens, freed = case.args["seq_lens"].tolist(), [table[0, :0]]
+    for (first, *others), keys in groups:
+        assert all(lens[b] >= keys for b in (first, *others)), f"not all have {keys} keys"
+        for b in others:
+            freed.append(table[rows[b], :keys].clone())
+            table[rows[b], :keys] = table[rows[first], :keys]
+    kept = {slot for row, n in zip(rows, lens, strict=True) for slot in table[row, :n].tolist()}
+    gone = [slot for slot in torch.cat(freed).tolist() if slot not in kept]
+    for pool in (case.k_cache, case.v_cache):
+        pool[gone] = NAN
+    return case
+
+
 def _tree(
     lengths: list[int], mode: str, sizes: tuple[int, int], pads: int, width: int, form: Form
 ) -> tuple[dict[str, Tensor], int]:

@@ -10,6 +10,13 @@ FLOAT8 = torch.float8_e4m3fn
 # shared memory of a multiprocessor that every resident CTA takes besides its own
 RESERVED = 1024
 LOG2E = 1.4426950408889634
+# of shared prefixes: the fewest keys, and what a group saves per request at least. A partial result
+# more to write and merge costs a request about two tiles
+SHARE_FROM = 256
+# rows that a tile has room for at least where requests share prefixes: so many read a key at once
+SHARING_ROWS = 64
+# requests of a batch that may share: all are looked up at once
+MOST_SHARERS = 256
 
 
 def cdiv(a: int, b: int) -> int:

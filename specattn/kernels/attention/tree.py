@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from specattn.kernels.attention.tiles import FLOAT8, DeviceLimits, TileConfig, cdiv, logit_factors
+from specattn.kernels.attention.tiles import (
+    FLOAT8,
+    MOST_SHARERS,
+    DeviceLimits,
+    TileConfig,
+    cdiv,
+    logit_factors,
+)
 
 if TYPE_CHECKING:
     from specattn.config import KVScales
@@ -154,6 +161,11 @@ class TreeAttention:
     deterministic : DeterministicSplits, optional
         Gives a row the same bits in any batch, bucket and mode. ``tail_len`` is then at least 1
         without ``csr``, and of ``tile``, ``ctas_per_sm`` changes no bit.
+    share_from : int
+        If above 0, requests whose prefixes begin with the same slots, as many at least, read the
+        keys there once. ``plan()`` finds them, in the index table. Nothing is shared with ``csr``,
+        a window or ``deterministic``, by tiles of Gluon, in batches above 256 (`MOST_SHARERS`).
+        The workspace then has two rows more per packed row of the batch, and what 16 groups add.
 
     Raises
     ------
@@ -182,6 +194,7 @@ class TreeAttention:
         tile: TileConfig | None = None,
         kv_dtype: torch.dtype | None = None,
         deterministic: DeterministicSplits | None = None,
+        share_from: int = 0,
     ) -> None:
         if kv_dtype not in (None, dtype) and (kv_dtype, dtype.itemsize) != (FLOAT8, 2):
             raise ValueError(f"kv_dtype must be {dtype}, or {FLOAT8} with 16 bits, got {kv_dtype}")
@@ -189,6 +202,8 @@ class TreeAttention:
             raise ValueError(f"csr needs q_len 1 and tail_len 0, got {q_len} and {tail_len}")
         if deterministic and not csr and tail_len < 1:
             raise ValueError(f"deterministic needs a tail without csr, got tail_len {tail_len}")
+        if share_from < 0:
+            raise ValueError(f"share_from must be 0 (nothing is shared) or more, got {share_from}")
         if sm_scale <= 0:
             raise ValueError(f"sm_scale must be above 0, got {sm_scale}")
         if num_qo_heads % num_kv_heads:
@@ -204,7 +219,7 @@ class TreeAttention:
         self.page_size = 1 if csr else page_size
         self.kv_dtype = kv_dtype or dtype
         self.group = num_qo_heads // num_kv_heads
-        self.words = cdiv(tail_len, 64)
+        self.words, self.share_from = cdiv(tail_len, 64), share_from
         self.factors = logit_factors(sm_scale, logit_cap)
         self.v_scale = 1.0
         self.prefetch = False
@@ -227,6 +242,16 @@ class TreeAttention:
     def tile(self) -> TileConfig:
         """The tile of the kernel."""
         return self.kernels.grid.tile
+
+    @property
+    def may_share(self) -> bool:
+        """Whether requests of the batch can share prefixes; see ``share_from``."""
+        return (
+            self.share_from > 0
+            and 1 < self.batch <= MOST_SHARERS
+            and self.window_left < 0
+            and not self.csr
+        )
 
     @property
     def tables(self) -> Any:
@@ -294,16 +319,28 @@ class TreeAttention:
         other.sinks = sinks
         return other
 
-    def plan(self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int) -> None:
+    def plan(
+        self,
+        seq_lens: Tensor,
+        req_pool_indices: Tensor,
+        row_stride: int,
+        *,
+        table: Tensor | None = None,
+    ) -> None:
         """Split the step's work on the device; parameters as in `plan_request`."""
-        self.kernels.fill(self.plan_request(seq_lens, req_pool_indices, row_stride))
+        self.kernels.fill(self.plan_request(seq_lens, req_pool_indices, row_stride, table=table))
 
     def plan_csr(self, kv_indptr: Tensor) -> None:
         """Split the work of index lists, from ``kv_indptr``: int32 ``[B + 1]``."""
         self.kernels.fill(self.plan_request_csr(kv_indptr))
 
     def plan_request(
-        self, seq_lens: Tensor, req_pool_indices: Tensor, row_stride: int
+        self,
+        seq_lens: Tensor,
+        req_pool_indices: Tensor,
+        row_stride: int,
+        *,
+        table: Tensor | None = None,
     ) -> PlanRequest:
         """Return what `plan` does, for `fill_plans` to do together with other buckets.
 
@@ -315,10 +352,14 @@ class TreeAttention:
             ``[B]`` int64, the requests' rows in the index table.
         row_stride : int
             Elements between two rows of that table.
+        table : Tensor, optional
+            ``[rows, C]`` int32, that table; needed with ``share_from``.
         """
         _check("seq_lens", seq_lens, (self.batch,), torch.int32)
         _check("req_pool_indices", req_pool_indices, (self.batch,), torch.int64)
-        return self.kernels.plan_request(seq_lens, req_pool_indices, row_stride)
+        if self.share_from and (table is None or table.dtype != torch.int32):
+            raise ValueError(f"table must be int32 [rows, C] with share_from, got {table}")
+        return self.kernels.plan_request(seq_lens, req_pool_indices, row_stride, table)
 
     def plan_request_csr(self, kv_indptr: Tensor) -> PlanRequest:
         """Return what `plan_csr` does; see `plan_request`."""

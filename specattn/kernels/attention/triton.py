@@ -16,6 +16,7 @@ from torch import Tensor
 from specattn.kernels.attention import gluon
 from specattn.kernels.attention.tiles import (
     FLOAT8,
+    SHARING_ROWS,
     DeviceLimits,
     GluonTile,
     MergeTile,
@@ -31,7 +32,7 @@ from specattn.kernels.attention.tiles import (
 )
 from specattn.kernels.attention.tree import Grid, Operands, Tail, TreeAttention, row_strides
 from specattn.kernels.attention.triton_merge import merge_kernel, merge_lse_kernel
-from specattn.kernels.attention.triton_plan import PlanRequest, TreePlan, fill_plans
+from specattn.kernels.attention.triton_plan import PlanRequest, Sharing, TreePlan, fill_plans
 from specattn.kernels.attention.triton_tree import tree_attention_kernel
 from specattn.kernels.launch import launch_options
 
@@ -52,6 +53,7 @@ class TreeKernels:
     def __init__(self, bucket: TreeAttention, tile: TileConfig | None) -> None:
         self.grid = grid = Grid.of(bucket, tile or self.choose_tile(bucket))
         self.merge_tile = merge_tile(bucket.batch)
+        self.sharing = self._sharing(bucket)
         self.tables = TreePlan(
             batch=bucket.batch,
             max_splits=grid.splits,
@@ -63,6 +65,7 @@ class TreeKernels:
             min_tiles=grid.tile.min_tiles,
             partial_tiles=self.partial_tiles,
             extra=self.extra,
+            sharing=self.sharing,
         )
         # programmatic dependent launch: the next kernel's CTAs start while this one drains
         self.launch_options = launch_options(bucket.device)
@@ -73,11 +76,20 @@ class TreeKernels:
         """Choose from the tile table of the kernel that serves the bucket."""
         rows, stored = bucket.q_len * bucket.group, bucket.kv_dtype
         dims = bucket.head_dim, bucket.v_head_dim
-        if gluon.serves(*dims, stored, bucket.device):
+        if bucket.may_share:
+            rows = max(rows, SHARING_ROWS)
+        elif gluon.serves(*dims, stored, bucket.device):
             return gluon_tile_config(
                 rows, bucket.head_dim, bucket.batch, bucket.page_size, stored, bucket.has_cap
             )
         return tile_config(rows, *dims, stored, bucket.batch, DeviceLimits.of(bucket.device))
+
+    def _sharing(self, bucket: TreeAttention) -> Sharing | None:
+        """Return what requests share, in blocks of as many rows as a request's M tiles have."""
+        tile, rows = self.grid.tile, bucket.q_len * bucket.group
+        if not bucket.may_share or self.partial_tiles or isinstance(tile, GluonTile):
+            return None
+        return Sharing(bucket.share_from, rows, self.grid.m_tiles * tile.block_m)
 
     @property
     def may_prefetch(self) -> bool:
@@ -87,15 +99,25 @@ class TreeKernels:
 
     def workspace(self, bucket: TreeAttention) -> list[tuple[int, torch.dtype]]:
         """Return elements and dtypes of the partial values and their log-sum-exps."""
-        grid = self.grid
-        # a split has one partial result, or two where one cut request ends and the next begins
-        partials = grid.splits + min(bucket.batch, grid.splits)
-        rows = partials * bucket.num_kv_heads * grid.m_tiles * grid.tile.block_m
+        grid, sharing = self.grid, self.sharing
+        if sharing:
+            entries = grid.splits + sharing.entries(bucket.batch)
+            rows = self._own_rows(bucket) + bucket.num_kv_heads * entries * sharing.tile_rows
+        else:
+            # a split has one partial result, or two where a cut request ends and the next begins
+            partials = grid.splits + min(bucket.batch, grid.splits)
+            rows = partials * bucket.num_kv_heads * grid.m_tiles * grid.tile.block_m
         return [(rows * bucket.v_head_dim, bucket.dtype), (rows, torch.float32)]
 
-    def plan_request(self, seq_lens: Tensor, rows: Tensor | None, row_stride: int) -> PlanRequest:
+    def _own_rows(self, bucket: TreeAttention) -> int:
+        """Return rows of partial results that are not shared: they come first."""
+        return (self.grid.splits + bucket.batch) * bucket.num_kv_heads * bucket.q_len * bucket.group
+
+    def plan_request(
+        self, seq_lens: Tensor, rows: Tensor | None, row_stride: int, table: Tensor | None = None
+    ) -> PlanRequest:
         """Return the plan and what to fill it from."""
-        return PlanRequest(self.tables, seq_lens, rows, row_stride)
+        return PlanRequest(self.tables, seq_lens, rows, row_stride, table)
 
     def fill(self, request: PlanRequest) -> None:
         """Fill the bucket's plan."""
@@ -107,7 +129,7 @@ class TreeKernels:
     def run(self, bucket: TreeAttention, operands: Operands) -> None:
         """Attend and merge."""
         self.attend(bucket, operands)
-        if self.grid.splits > 1 or self.partial_tiles:
+        if self.grid.splits > 1 or self.partial_tiles or self.sharing:
             self.merge(bucket, operands.out, operands.lse)
 
     def attend(self, bucket: TreeAttention, operands: Operands) -> None:
@@ -148,20 +170,29 @@ class TreeKernels:
             MT=grid.m_tiles,
             STAGES=tile.stages,
             SHORT=tile.short,
+            **self._shared(bucket, "members"),
             **self.path_options,
             **tile_options(tile),
             **self.launch_options,
         )
 
+    def _shared(self, bucket: TreeAttention, table: str) -> dict[str, Any]:
+        """Return a kernel's table of the groups, and where their results begin."""
+        if not self.sharing:
+            return {}
+        return {table: getattr(self.tables, table), "OWN_ROWS": self._own_rows(bucket)}
+
     def merge(self, bucket: TreeAttention, out: Tensor, lse: Tensor | None) -> None:
         """Launch the merge of the requests that were cut."""
         grid, merge, in_order = self.grid, self.merge_tile, self.partial_tiles > 0
+        # whatever the splits, any request may have to be merged, and results have no padded rows
+        each = in_order or self.sharing is not None
         rows, width = bucket.q_len * bucket.group, padded(bucket.v_head_dim)
         span = min(merge.span or width, width)
         blocks = (
             bucket.num_kv_heads * width // span,
             cdiv(rows, merge.rows),
-            bucket.batch if in_order else min(grid.splits, bucket.batch),
+            bucket.batch if each else min(grid.splits, bucket.batch),
         )
         merge_kernel[blocks](
             self.tables.merges,
@@ -176,14 +207,15 @@ class TreeKernels:
             NUM_KV=bucket.num_kv_heads,
             V_DIM=bucket.v_head_dim,
             V_PAD=width,
-            # results in order have no rows of padding
-            BM=rows if in_order else grid.tile.block_m,
-            MT=1 if in_order else grid.m_tiles,
+            BM=rows if each else grid.tile.block_m,
+            MT=1 if each else grid.m_tiles,
             SPAN=span,
             ROWS=merge.rows,
             PARTIALS=merge.partials if in_order else min(merge.partials, grid.splits),
             MANY=merge.many,
             IN_ORDER=in_order,
+            TILE_ROWS=grid.m_tiles * grid.tile.block_m,
+            **self._shared(bucket, "shares"),
             num_warps=4,
             **self.launch_options,
         )

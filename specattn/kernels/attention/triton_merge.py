@@ -25,8 +25,11 @@ def _weigh(
     PARTIALS: tl.constexpr,
     ALL: tl.constexpr,
     IN_ORDER: tl.constexpr,
+    OF_ROWS: tl.constexpr = False,
 ):
     """Add ``PARTIALS`` partials, from partial ``first`` on; with ``ALL``, none is absent.
+
+    ``OF_ROWS``: ``partials [ROWS]`` is a number for each row.
 
     ``IN_ORDER`` adds one after the other, so that the sum does not depend on where in a row they
     begin. Its fused operations are spelled out: every variant of the kernel rounds alike.
@@ -41,12 +44,13 @@ def _weigh(
             partial = tl.minimum(partial, partials - 1)
         at = partial.to(tl.int64) * stride_partial
         log = tl.load(first_lse + at, cache_modifier=".cg")
+        at = at * V_DIM
+        if OF_ROWS:
+            at = at[:, None]
         if WHOLE:
-            values = tl.load(first_out + at * V_DIM, cache_modifier=".cg")
+            values = tl.load(first_out + at, cache_modifier=".cg")
         else:
-            values = tl.load(
-                first_out + at * V_DIM, mask=column_ok, other=0.0, cache_modifier=".cg"
-            )
+            values = tl.load(first_out + at, mask=column_ok, other=0.0, cache_modifier=".cg")
         # Triton knows tuple addition, not unpacking; mypy knows empty tuples by length
         logs = logs + (log,)  # type: ignore[assignment]  # noqa: RUF005
         outs = outs + (values,)  # type: ignore[assignment]  # noqa: RUF005
@@ -100,10 +104,15 @@ def merge_kernel(
     MANY: tl.constexpr,
     IN_ORDER: tl.constexpr,
     PDL: tl.constexpr,
+    # of shared prefixes
+    shares=None,  # [ENTRIES, 2] int32
+    OWN_ROWS: tl.constexpr = 0,
+    TILE_ROWS: tl.constexpr = 1,
 ):
     """Weigh the partials of ``ROWS`` rows and ``SPAN`` columns by their log-sum-exp.
 
-    ``PARTIALS`` are taken at a time; ``MANY`` as long as there are as many, unless it is 0.
+    ``PARTIALS`` are taken at a time; ``MANY`` as long as there are as many, unless it is 0. Those
+    of a group's entries, behind the ``OWN_ROWS`` of requests, follow the request's own.
     """
     WHOLE: tl.constexpr = V_DIM % SPAN == 0
     SPANS: tl.constexpr = V_PAD // SPAN
@@ -117,6 +126,8 @@ def merge_kernel(
     req = tl.load(merges + (nth + 1) * 4)
     slot = tl.load(merges + (nth + 1) * 4 + 1)
     partials = tl.load(merges + (nth + 1) * 4 + 2)
+    if shares is not None:
+        place = tl.load(merges + (nth + 1) * 4 + 3)
     if PDL:
         # whoever comes next waits for this kernel's end; until then it may fetch what is its own
         gdc_launch_dependents()
@@ -175,6 +186,32 @@ def merge_kernel(
                 False,
                 IN_ORDER,
             )
+
+        if shares is not None:
+            # a request's rows may lie in two entries
+            among = place - 1 + tl.minimum(packed, Q_LEN * GROUP - 1)  # [ROWS]
+            share = shares + among // TILE_ROWS * 2
+            slot_of = tl.load(share, mask=place > 0, other=0)
+            counts = tl.load(share + 1, mask=place > 0, other=0)
+            row = (slot_of * NUM_KV + head).to(tl.int64) * TILE_ROWS + OWN_ROWS + among % TILE_ROWS
+            for p0 in tl.range(0, tl.max(counts, 0), PARTIALS):
+                top, total, acc = _weigh(
+                    partial_lse + row,
+                    partial_out + row[:, None] * V_DIM + dv[None, :],
+                    top,
+                    total,
+                    acc,
+                    p0,
+                    counts,
+                    column_ok,
+                    NUM_KV * TILE_ROWS,
+                    V_DIM,
+                    WHOLE,
+                    PARTIALS,
+                    False,
+                    False,
+                    True,
+                )
 
         ok = packed < Q_LEN * GROUP
         q_row = (req * Q_LEN + packed // GROUP).to(tl.int64)

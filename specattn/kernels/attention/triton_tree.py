@@ -188,6 +188,17 @@ def load_request(entry):
     )
 
 
+@triton.jit
+def load_entry_rows(entry):
+    """Load where an entry's packed rows begin and end, among those of all groups.
+
+    Both are 0 for a request.
+    """
+    end = tl.load(entry + 3) >> 32
+    begin = tl.load(entry + 4) >> 32
+    return begin.to(tl.int32), end.to(tl.int32)
+
+
 # strides of small tensors: no variants of the kernel for round ones
 @triton.jit(
     do_not_specialize=[
@@ -259,6 +270,9 @@ def tree_attention_kernel(
     WIDTH: tl.constexpr = 0,
     paths=None,  # [B * Q_LEN, WIDTH] int32
     path_lens=None,  # [B * Q_LEN] int32
+    # of shared prefixes
+    members=None,  # [B] int32
+    OWN_ROWS: tl.constexpr = 0,
     # of prompts
     qo_indptr=None,  # [B + 1] int32
     seq_lens=None,  # [B] int32
@@ -275,7 +289,13 @@ def tree_attention_kernel(
     own path, of which a tile's ``TOKENS`` take turns. All of a row's sums are then functions of its
     own keys, in the order of their positions: a key that it does not see has weight 0 and leaves
     its running maximum alone, so it changes no bit.
+
+    With ``members`` a segment may be an entry's: keys that a group of requests shares, in whole
+    tiles, and a block of the group's packed rows, all of which see them. Its results are partial,
+    and lie behind the ``OWN_ROWS`` of those of requests.
     """
+    SHARED: tl.constexpr = members is not None
+    ROWS: tl.constexpr = Q_LEN * GROUP
     # tail keys whose words are read
     MASKED_TAIL: tl.constexpr = 0 if PARTIAL_TILES else TAIL
     PROMPT: tl.constexpr = qo_indptr is not None
@@ -298,14 +318,16 @@ def tree_attention_kernel(
         gdc_wait()
         gdc_launch_dependents()
     packed = m_tile * BM + tl.arange(0, BM)  # [BM]
-    token = packed // GROUP
-    q_head = head * GROUP + packed % GROUP
+    if not SHARED:
+        token = packed // GROUP
+        q_head = head * GROUP + packed % GROUP
     q_len = Q_LEN
     if PROMPT:
         req = tl.program_id(2)
         first_row = tl.load(qo_indptr + req)
         q_len = tl.load(qo_indptr + req + 1) - first_row
-    row_ok = packed < q_len * GROUP
+    if not SHARED:
+        row_ok = packed < q_len * GROUP
     r = tl.arange(0, BN)  # [BN]
     k_head = k_cache + head.to(tl.int64) * K_HEAD
     v_head = v_cache + head.to(tl.int64) * V_HEAD
@@ -327,8 +349,24 @@ def tree_attention_kernel(
         tile = tl.load(entry + 1).to(tl.int32)
         req = tl.load(entry + 2).to(tl.int32)
         base, prefix_len, first_tile, partials, merge_rank = load_request(entry + 3)
+        if SHARED:
+            rows_begin, rows_end = load_entry_rows(entry + 3)
     while left > 0:
         kv_len = prefix_len + TAIL
+        # whose the rows are, and whose tail follows
+        owner = req
+        tail_req = req
+        if SHARED:
+            entry_rows = rows_end > 0
+            kv_len = tl.where(entry_rows, prefix_len, kv_len)
+            nth_row = rows_begin + packed  # [BM]
+            row_ok = nth_row < tl.where(entry_rows, rows_end, ROWS)
+            owner = tl.load(members + nth_row // ROWS, mask=row_ok & entry_rows, other=0)  # [BM]
+            owner = tl.where(entry_rows, owner, req)
+            token = nth_row % ROWS // GROUP
+            q_head = head * GROUP + nth_row % GROUP
+            # of an entry nothing is read there, but the addresses must exist
+            tail_req = tl.where(entry_rows, 0, req)
         tiles = tl.maximum((kv_len + BN - 1) // BN - first_tile, 1)
         stop = tl.minimum(tiles, tile + left)
         if PARTIAL_TILES:
@@ -348,20 +386,23 @@ def tree_attention_kernel(
                 full_begin = tl.minimum(full_begin, full_end)
         elif FULL:
             full_end = tl.maximum(tl.minimum(end, prefix_len) // BN * BN, begin)
-            full_end = tl.where(full_end - begin <= SHORT * BN, begin, full_end)
+            few = full_end - begin <= SHORT * BN
+            if SHARED:
+                few = few & ~entry_rows
+            full_end = tl.where(few, begin, full_end)
         if PARTIAL_TILES:
             end = tl.maximum(tl.minimum(end, prefix_len) // BN * BN, begin)
             full_end = end if BARE else begin
 
-        q_row = ((first_row if PROMPT else req * Q_LEN) + token).to(tl.int64)  # [BM]
+        q_row = ((first_row if PROMPT else owner * Q_LEN) + token).to(tl.int64)  # [BM]
         q_rows = q + q_row * stride_q + q_head * stride_q_head
         q_tile = as_factor(load_query(q_rows, row_ok, HEAD_DIM, D_PAD), k_cache)
         tail_row = tail_slots
         tail_pos_row = tail_positions
         word_row = tail_words
         if MASKED_TAIL > 0:
-            tail_row += req.to(tl.int64) * stride_tail
-            word_row += req.to(tl.int64) * stride_words + token * stride_words_q  # [BM]
+            tail_row += tail_req.to(tl.int64) * stride_tail
+            word_row += tail_req.to(tl.int64) * stride_words + token * stride_words_q  # [BM]
         pos_q = None
         first_key = 0
         if REACH >= 0:
@@ -401,7 +442,11 @@ def tree_attention_kernel(
         top = tl.full([BM], FLOOR, tl.float32)
         total = tl.zeros([BM], tl.float32)
         if sinks is not None and not PARTIAL_TILES:
-            top, total = start_from_sinks(sinks + q_head, tile == 0, base2, HAS_CAP)
+            first_keys = tile == 0
+            if SHARED:
+                # a request has tiles of its own, too
+                first_keys = first_keys & ~entry_rows
+            top, total = start_from_sinks(sinks + q_head, first_keys, base2, HAS_CAP)
         acc = tl.zeros([BM, V_PAD], tl.float32)
         # of prompts under a window, keys that not all rows see any more; full tiles; the rest
         for part in tl.static_range(0 if PROMPT and WINDOW >= 0 else 1, 3):
@@ -531,12 +576,15 @@ def tree_attention_kernel(
             if PARTIAL_TILES:
                 # no rows of padding
                 at = (merge_rank + nth - first_tile // PARTIAL_TILES) * NUM_KV + head
-                at = at.to(tl.int64) * (Q_LEN * GROUP) + packed  # [BM]
+                at = at.to(tl.int64) * ROWS + packed  # [BM]
+            elif SHARED:
+                slot = ((split + merge_rank) * NUM_KV + head).to(tl.int64)
+                at = tl.where(entry_rows, OWN_ROWS + slot * (MT * BM), slot * ROWS) + packed
             else:
                 at = ((split + merge_rank) * NUM_KV + head) * MT + m_tile
                 at = at.to(tl.int64) * BM + tl.arange(0, BM)  # [BM]
             store_rows(partial_out + at * V_DIM, acc, total, row_ok, V_DIM, V_PAD, v_scale)
-            lse_ok = row_ok if PARTIAL_TILES else None
+            lse_ok = row_ok if PARTIAL_TILES or SHARED else None
             tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY), mask=lse_ok)
         left -= stop - tile
         if PROMPT:
@@ -556,3 +604,5 @@ def tree_attention_kernel(
                 req += 1
                 tile = 0
             base, prefix_len, first_tile, partials, merge_rank = load_request(requests + req * 8)
+            if SHARED:
+                rows_begin, rows_end = load_entry_rows(requests + req * 8)

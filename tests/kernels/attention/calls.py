@@ -69,7 +69,8 @@ def plan(kernel: TreeAttention, case: Case) -> None:
     if kernel.csr:
         kernel.plan_csr(a["kv_indptr"])
     else:
-        kernel.plan(a["seq_lens"], a["req_pool_indices"], a["req_to_token"].stride(0))
+        table = a["req_to_token"]
+        kernel.plan(a["seq_lens"], a["req_pool_indices"], table.stride(0), table=table)
 
 
 def run(kernel: TreeAttention, case: Case, *, lse: bool = True) -> None:

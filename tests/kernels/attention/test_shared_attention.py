@@ -1,0 +1,173 @@
+"""Attention of requests that read common prefixes once, against the float64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from specattn.kernels.attention.tiles import gluon_tile_config
+from specattn.testing.cases import share_prefixes
+from tests.kernels.attention.calls import attend, make_deterministic, make_kernel, plan, poison
+from tests.oracle import Case, check, make_csr_case, make_tree_case
+from tests.recordings import recorded, refill
+
+if TYPE_CHECKING:
+    from specattn.kernels.attention import TreeAttention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+F16, FLOAT8 = torch.float16, torch.float8_e4m3fn
+LEAST = 32
+# requests, and the keys that all of them have in common
+Groups = list[tuple[list[int], int]]
+
+
+def make(lengths: list[int], groups: Groups, **options: Any) -> Case:
+    return share_prefixes(make_tree_case(lengths, **options, device=DEVICE), groups)
+
+
+def sharing(case: Case, **options: Any) -> TreeAttention:
+    """Build kernels that share, with tables and workspace of nonsense."""
+    kernel = make_kernel(case, share_from=LEAST, **options)
+    poison(kernel)
+    return kernel
+
+
+def shared_keys(kernel: TreeAttention) -> list[int]:
+    """Keys that each request of the last plan reads with others."""
+    return (kernel.tables.requests[: kernel.batch, 2] * kernel.tile.block_n).tolist()
+
+
+LENGTHS = [200, 150, 0, 130, 33, 140, 64, 129]
+GROUPS: Groups = [([0, 3, 5, 7], 128), ([1, 6], 64)]
+# what differs from trees of 4 nodes, 4 query and 2 KV heads of 32, float32
+CASES: dict[str, dict[str, Any]] = {
+    "tree": {},
+    "decode": {"q_len": 1, "mode": "chain"},
+    "chain": {"q_len": 6, "mode": "chain"},
+    "draft": {"q_len": 4, "tail_len": 12, "mode": "draft"},
+    "padded": {"pads": 3},
+    "rows_across_blocks": {"q_len": 3, "heads": (8, 2)},
+    "two_m_tiles": {"q_len": 6, "heads": (8, 2)},
+    "group_7": {"q_len": 3, "heads": (7, 1)},
+    "any_bits": {"q_len": 5, "tail_len": 70, "mode": "any"},
+    "cap": {"logit_cap": 2.0, "scale": 2.0},
+    "sinks": {"sinks": torch.float32},
+    "pages": {"page_size": 16},
+    "head_80_v_48": {"head_dim": 80, "v_head_dim": 48, "pool_pad": 3},
+    "float16": {"dtype": F16, "head_dim": 64, "q_len": 9},
+    "float8": {"dtype": F16, "kv_dtype": FLOAT8, "kv_scales": (0.7, 1.9), "head_dim": 256},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_over_shared_prefixes(name: str) -> None:
+    """Beyond the workspace that is asked for, nothing is written."""
+    case = make(LENGTHS, GROUPS, **CASES[name])
+    memory = torch.full((1 << 21,), 255, dtype=torch.uint8, device=DEVICE)
+    taken: list[int] = []
+
+    def workspace(size: int) -> torch.Tensor:
+        taken.append(size)
+        return memory[:size]
+
+    kernel = sharing(case, workspace=workspace)
+    attend(kernel, case)
+    check(case, case.expected())
+    # two of the pair have to fit where one does
+    pair = 64 if 2 * kernel.q_len * kernel.group <= kernel.kernels.sharing.tile_rows else 0
+    keys = [128, pair, 0, 128, 0, 128, pair, 128]
+    assert shared_keys(kernel) == keys + [0] * (kernel.batch - len(keys))
+    assert (memory[taken[-1] :] == 255).all()
+
+
+@pytest.mark.parametrize("ctas", [1, 24])
+def test_entries_are_cut_like_requests(ctas: int) -> None:
+    """A group's keys in one split, and in more than are merged at a time."""
+    case = make([400, 390, 401], [([0, 1, 2], 384)], q_len=3, heads=(2, 1), head_dim=16)
+    kernel = sharing(case)
+    kernel = sharing(case, tile=replace(kernel.tile, ctas_per_sm=ctas))
+    attend(kernel, case, lse=False)
+    assert kernel.tables.shares[0, 1] > (8 if ctas > 1 else 0)
+    check(case, case.expected(), lse=False)
+
+
+@pytest.mark.parametrize("mode", ["tree", "draft"])
+def test_groups_change_between_replays(mode: str) -> None:
+    """They form, grow, swap and dissolve; so do the batch and its padding."""
+    room = {"width": 260, "slots": 1200, "q_len": 4, "mode": mode, "pads": 1}
+    room["tail_len"] = 8 if mode == "draft" else 4
+    batches: list[tuple[list[int], Groups, list[int]]] = [
+        ([1, 1, 1, 1], [], [0, 0, 0, 0]),
+        ([250, 200, 130, 65], [([0, 2], 128), ([1, 3], 64)], [128, 64, 128, 64]),
+        ([65, 200, 130, 200], [([1, 2, 3], 100)], [0, 96, 96, 96]),
+        ([250, 250, 250, 250], [([0, 1, 2, 3], 250)], [224, 224, 224, 224]),
+        ([250, 250, 250, 250], [], [0, 0, 0, 0]),
+        ([0, 40, 0, 40], [([1, 3], 33)], [0, 0, 0, 0]),
+    ]
+    cases = [make(n, groups, seed=i, **room) for i, (n, groups, _) in enumerate(batches)]
+    live = make(*batches[0][:2], **room)
+    kernel = sharing(live)
+    replay = recorded(lambda: attend(kernel, live))
+    for case, (*_, keys) in zip(cases, batches, strict=True):
+        refill(live, case)
+        replay()
+        assert shared_keys(kernel) == [*keys, 0]
+        check(live, case.expected())
+
+
+def test_requests_without_common_prefixes_have_the_bits_of_no_sharing() -> None:
+    case = make([200, 33, 0, 130], [], q_len=5)
+    kernel = sharing(case)
+    attend(kernel, case)
+    check(case, case.expected())
+    out, lse = case.out.clone(), case.lse.clone()
+    attend(make_kernel(case, tile=kernel.tile), case)
+    assert torch.equal(out, case.out)
+    assert torch.equal(lse, case.lse)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "window": {"window_left": 40},
+    "one_request": {},
+    "deterministic": {},
+    "lists": {},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_nothing_is_shared_where_that_is_not_served(name: str) -> None:
+    """And all else is as without."""
+    lengths, build = [130, 140], make_kernel
+    options = {"q_len": 1, "mode": "chain", "heads": (2, 1), "head_dim": 16}
+    if name == "lists":
+        case = make_csr_case([130, 140], heads=(2, 1), head_dim=16, device=DEVICE)
+    else:
+        lengths = lengths[:1] if name == "one_request" else lengths
+        case = make(lengths, [(list(range(len(lengths))), 128)], **options | REFUSED[name])
+    if name == "deterministic":
+        build = make_deterministic
+    kernel = build(case, share_from=LEAST)
+    assert kernel.kernels.sharing is None
+    attend(kernel, case)
+    check(case, case.expected())
+
+
+def test_tiles_of_gluon_and_large_batches_share_nothing() -> None:
+    case = make_tree_case([5, 6], dtype=F16, head_dim=64, device=DEVICE)
+    assert make_kernel(case, share_from=LEAST, batch=256).kernels.sharing is not None
+    assert make_kernel(case, share_from=LEAST, batch=257).kernels.sharing is None
+    tile = gluon_tile_config(8, 64, 2, 1, F16)
+    assert make_kernel(case, share_from=LEAST, tile=tile).kernels.sharing is None
+
+
+def test_errors_name_the_argument() -> None:
+    case = make([130, 140], [])
+    with pytest.raises(ValueError, match="share_from must be 0"):
+        make_kernel(case, share_from=-1)
+    kernel = sharing(case)
+    with pytest.raises(ValueError, match=r"table must be int32 \[rows, C\] with share_from"):
+        kernel.plan(case.args["seq_lens"], case.args["req_pool_indices"], 8)
+    plan(kernel, case)
