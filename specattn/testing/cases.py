@@ -250,7 +250,7 @@ def make_tree_case(
 
 
 def share_prefixes(case: Case, groups: list[tuple[list[int], int]]) -> Case:
-    """Give requests of a tree case common prefixes, as a radix cache does.
+    """Give requests of a tree case common slots, as radix caches do.
 
     Parameters
     ----------

@@ -10,8 +10,8 @@ FLOAT8 = torch.float8_e4m3fn
 # shared memory of a multiprocessor that every resident CTA takes besides its own
 RESERVED = 1024
 LOG2E = 1.4426950408889634
-# of shared prefixes: the fewest keys, and what a group saves per request at least. A partial result
-# more to write and merge costs a request about two tiles
+# keys of the shortest prefix that requests share; half as many is what a group saves per request at
+# least: a partial result more to write and merge costs a request about two tiles
 SHARE_FROM = 256
 # rows that a tile has room for at least where requests share prefixes: so many read a key at once
 SHARING_ROWS = 64

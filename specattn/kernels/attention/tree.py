@@ -162,10 +162,11 @@ class TreeAttention:
         Gives a row the same bits in any batch, bucket and mode. ``tail_len`` is then at least 1
         without ``csr``, and of ``tile``, ``ctas_per_sm`` changes no bit.
     share_from : int
-        If above 0, requests whose prefixes begin with the same slots, as many at least, read the
-        keys there once. ``plan()`` finds them, in the index table. Nothing is shared with ``csr``,
-        a window or ``deterministic``, by tiles of Gluon, in batches above 256 (`MOST_SHARERS`).
-        The workspace then has two rows more per packed row of the batch, and what 16 groups add.
+        If above 0, requests whose prefixes begin with as many equal slots, or more, read the keys
+        there once, where that saves half as many per request. ``plan()`` finds them in the index
+        table. Nothing is shared with ``csr``, a window or ``deterministic``, by tiles of Gluon, in
+        batches above `MOST_SHARERS`. The workspace then has room for twice the packed rows of the
+        batch, and for what 16 groups leave empty.
 
     Raises
     ------

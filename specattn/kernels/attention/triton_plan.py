@@ -336,7 +336,7 @@ class Sharing:
     Parameters
     ----------
     least : int
-        Keys that a shared prefix has at least, and that it saves per request.
+        Keys of the shortest shared prefix. A group saves half as many per request at least.
     rows : int
         Packed rows of a request and KV head.
     tile_rows : int
@@ -348,7 +348,7 @@ class Sharing:
     tile_rows: int
 
     def entries(self, batch: int) -> int:
-        """Return the most entries: full ones, and one per group that is not."""
+        """Return the most entries: full ones, and one more per group."""
         return batch * self.rows // self.tile_rows + min(batch // 2, MOST_GROUPS)
 
 
@@ -444,7 +444,7 @@ class PlanRequest(NamedTuple):
 
     @property
     def prefixes(self) -> tuple[int | None, ...]:
-        """What a match depends on: plans of one step have it in common."""
+        """What matches depend on; plans of a step have it in common."""
         plan, tensors = self.plan, (self.seq_lens, self.rows, self.table)
         least = plan.sharing.least if plan.sharing else None
         return least, plan.batch, *(None if t is None else t.data_ptr() for t in tensors)
@@ -467,7 +467,7 @@ def fill_plans(requests: Sequence[PlanRequest]) -> None:
 
 
 def _match(requests: list[PlanRequest]) -> list[Tensor]:
-    """Match the requests of every batch once; return the matches of each plan."""
+    """Match every batch once; return the matches of each plan."""
     distinct = list({request.prefixes: request for request in requests}.values())
     found = {request.prefixes: request.plan.matches for request in distinct}
     batches = [request.plan.batch for request in distinct]

@@ -1,4 +1,4 @@
-"""Find requests whose prefixes begin in the same slots, on device, once a step.
+"""Find requests whose prefixes begin in the same slots, on device.
 
 Engines with a radix cache give texts that begin alike the same slots, so equal slots are equal
 keys. `match_kernel` has a CTA per request, which looks for the request that it shares most with,
@@ -39,7 +39,7 @@ def match_kernel(
     B_BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Find the request that one shares most with, and the keys that they share.
+    """Find with whom a request shares most, and how many keys.
 
     A request is looked up at a few positions, LEAST keys from the start and doubling. Many may
     agree at an early one (all texts begin with the same token), few at a late one: it takes the
@@ -111,7 +111,7 @@ def form_groups(
     """Make groups, and list their shared keys.
 
     What all of a group share, in whole key tiles, is their shortest match. Its rows, packed, take
-    one entry per ``tile_rows``. A group that saves less than ``least`` keys per request is none.
+    one entry per ``tile_rows``. A group that saves less than half of ``least`` per request is none.
 
     Returns per request the tiles that it shares and its first row among those of all entries,
     counted from 1 (0 if it shares none); the number of entries; and their tiles, all and most.
@@ -125,21 +125,24 @@ def form_groups(
     listed = 0
     total = 0
     longest = 0
+    formed = 0
     turn = 0
     last = tl.max(key, 0)
-    while (last >= 0) & (turn < GROUPS):
+    # most keys are of groups
+    while (last >= 0) & (formed < GROUPS) & (turn < 4 * GROUPS):
         inside = key == last
         size = tl.sum(inside.to(tl.int32), 0)
         # none is as long as the largest number
         tiles = tl.min(tl.where(inside, common, 2147483647), 0) >> shift
         count = (size * rows + tile_rows - 1) // tile_rows
-        pays = (tiles << shift).to(tl.int64) * (size - count) >= least * size
+        pays = (tiles << shift).to(tl.int64) * (size - count) * 2 >= least * size
         key = tl.where(inside, -1, key)
         last = tl.max(key, 0)
         turn += 1
-        inside = inside & pays & (size > 1)
-        count = tl.where(pays & (size > 1), count, 0)
-        size = tl.sum(inside.to(tl.int32), 0)
+        inside = inside & pays
+        count = tl.where(pays, count, 0)
+        size = tl.where(pays, size, 0)
+        formed += pays.to(tl.int32)
         nth = tl.cumsum(inside.to(tl.int32), 0) - 1
         tl.store(members + listed + nth, ids, mask=inside)
         shared_tiles = tl.where(inside, tiles, shared_tiles)
@@ -156,6 +159,6 @@ def form_groups(
         tl.store(entry + 7, (listed + size) * rows, mask=fresh)
         entries += count
         listed += size
-        total += tl.where(count > 0, count * tiles, 0)
-        longest = tl.maximum(longest, tl.where(count > 0, tiles, 0))
+        total += count * tiles
+        longest = tl.maximum(longest, tl.where(pays, tiles, 0))
     return shared_tiles, place, entries, total, longest

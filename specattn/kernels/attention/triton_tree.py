@@ -190,9 +190,9 @@ def load_request(entry):
 
 @triton.jit
 def load_entry_rows(entry):
-    """Load where an entry's packed rows begin and end, among those of all groups.
+    """Load where an entry's packed rows begin and end.
 
-    Both are 0 for a request.
+    They count among those of all groups; both are 0 for a request.
     """
     end = tl.load(entry + 3) >> 32
     begin = tl.load(entry + 4) >> 32
