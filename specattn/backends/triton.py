@@ -20,6 +20,7 @@ from specattn.backends.base import BoundAttention, Capabilities, FunctionAttenti
 from specattn.buffers import ReadOnly
 from specattn.config import FLOAT8
 from specattn.kernels.attention import DeterministicSplits, TreeAttention, extend_attention
+from specattn.kernels.attention.tiles import SHARE_FROM
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -85,9 +86,18 @@ def interpret() -> None:
 
 
 class TritonBackend(ReadOnly):
-    """The library's own kernels, on CUDA or in the interpreter on CPUs."""
+    """The library's own kernels, on CUDA or in the interpreter on CPUs.
+
+    Attributes
+    ----------
+    share_prefixes : bool
+        Whether requests whose prefixes begin in the same slots read these keys once. Layers with a
+        window, deterministic ones and index lists read them as without. A subclass sets it; see
+        docs/backends.md.
+    """
 
     name: ClassVar[str] = "triton"
+    share_prefixes: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(
         graphs=True, kv_dtypes=(FLOAT8,), deterministic=True, sinks=True
     )
@@ -146,6 +156,7 @@ class TritonBackend(ReadOnly):
             workspace=self.workspace,
             kv_dtype=config.kv_dtype,
             deterministic=splits,
+            share_from=SHARE_FROM if self.share_prefixes else 0,
         )
 
     def workspace(self, size: int) -> Tensor:
@@ -261,8 +272,9 @@ def bind_kernel(
         request = kernel.plan_request_csr(plan.kv_indptr)
         inputs, late = {"indices": plan.kv_indices}, True
     else:
+        table = plan.req_to_token
         request = kernel.plan_request(
-            plan.seq_lens, plan.req_pool_indices, plan.req_to_token.stride(0)
+            plan.seq_lens, plan.req_pool_indices, table.stride(0), table=table
         )
         inputs = {
             "indices": plan.req_to_token,

@@ -29,7 +29,7 @@ MAX_RANK, MAX_ROPE = 512, 64
 
 
 class TritonMlaBackend(TritonBackend):
-    """The library's own kernels for ``latent`` layers."""
+    """The library's own kernels for ``latent`` layers; they share no prefixes."""
 
     name: ClassVar[str] = "triton_mla"
     capabilities: ClassVar[Capabilities] = Capabilities(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from specattn.backends.tbo import some_requests
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import UnsupportedError
 from specattn.plan import ExtendPlan, Plan
+from specattn.testing.cases import share_prefixes
 from specattn.testing.oracle import NAN, ConformanceError
 from specattn.testing.session import Session, config_of, plan_of, tensors_of
 from specattn.testing.setting import MODES, Mode, Setting
@@ -28,13 +30,24 @@ BUCKET = 4
 BATCHES: list[list[int]] = [[3, 40, 0], [90, 90, 90, 90], [1], [64, 65, 63, 70], [0, 0, 0, 0]]
 # sizes that hold any of them
 ROOM = {"width": 128, "slots": 768}
+# long enough for backends that read common slots once, where that pays; groups as in
+# `specattn.testing.cases.share_prefixes`
+SHARED: list[tuple[list[int], list[tuple[list[int], int]]]] = [
+    ([300, 290, 280, 20], [([0, 1, 2], 273)]),
+    ([270, 300, 265, 300], [([0, 2], 260), ([1, 3], 300)]),
+    ([300, 300, 300, 300], [([0, 1, 2, 3], 64), ([1, 3], 290)]),
+    ([300, 300, 300, 300], []),
+]
+SHARED_ROOM: dict[str, Any] = {"width": 384, "slots": 2048}
 
 
-def replays(setting: Setting, mode: Mode, batches: list[list[int]]) -> Iterator[Case]:
+def replays(
+    setting: Setting, mode: Mode, batches: list[list[int]], form: dict[str, Any] = ROOM
+) -> Iterator[Case]:
     """Draw a batch of padding, then ``batches``, of one bucket's shapes."""
     for seed, lengths in enumerate([[], *batches]):
         pads = BUCKET - len(lengths)
-        yield setting.case(mode, lengths, pads=pads, seed=seed, **ROOM)
+        yield setting.case(mode, lengths, pads=pads, seed=seed, **form)
 
 
 def growth(setting: Setting, mode: Mode) -> None:
@@ -51,6 +64,19 @@ def new_trees(setting: Setting, mode: Mode) -> None:
     session = setting.session(padding)
     for case in cases:
         session.forward(case, "new trees")
+
+
+def shared_prefixes(setting: Setting, mode: Mode) -> None:
+    """Groups of requests over the same slots form, change and dissolve."""
+    declared = setting.dtypes or setting.factory.capabilities.dtypes
+    # tiles of such have room for the rows of several requests
+    form = SHARED_ROOM | {"dtype": min(declared, key=attrgetter("itemsize"))}
+    padding, *cases = replays(setting, mode, [lengths for lengths, _ in SHARED], form)
+    session = setting.session(padding)
+    for case, (_, groups) in zip(cases, SHARED, strict=True):
+        # pages are shared whole
+        whole = [(members, keys - keys % case.page_size) for members, keys in groups]
+        session.forward(share_prefixes(case, whole), "shared prefixes")
 
 
 def buckets(setting: Setting, mode: Mode) -> None:

@@ -216,6 +216,19 @@ class RemembersTheLengths(Mutant):
         return super().bind(plan)
 
 
+class SharesByTheFirstSlot(Mutant):
+    """Whoever begins in one slot reads the keys of the first of them."""
+
+    def seen(self, plan):
+        if not isinstance(plan, AttnPlan):
+            return plan
+        slots, lens = plan.req_to_token[plan.req_pool_indices], plan.seq_lens
+        first = (slots[:, :1] == slots[:, 0]).int().argmax(1)
+        common = torch.minimum(lens, lens[first])[:, None]
+        table = torch.where(torch.arange(slots.shape[1]) < common, slots[first], slots)
+        return replace(plan, req_to_token=table, req_pool_indices=torch.arange(len(lens)))
+
+
 class RemembersTheTree(Mutant):
     def bind(self, plan):
         if isinstance(plan, AttnPlan):

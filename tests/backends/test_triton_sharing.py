@@ -1,0 +1,84 @@
+"""The Triton backend with ``share_prefixes``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from specattn.backends.base import fill_all
+from specattn.backends.triton import TritonBackend, TritonBound
+from specattn.backends.triton_mla import TritonMlaBackend
+from specattn.testing import conformance
+from specattn.testing.cases import share_prefixes
+from specattn.testing.session import config_of, plan_of
+from tests.oracle import Case, check, make_tree_case
+
+if TYPE_CHECKING:
+    from specattn.testing.kit import Check
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CUDA = DEVICE.type == "cuda"
+
+
+class Sharing(TritonBackend):
+    name = "sharing"
+    share_prefixes = True
+
+
+class LatentSharing(TritonMlaBackend):
+    share_prefixes = True
+
+
+def checks() -> list[Check]:
+    """All of the kit on a GPU; in the interpreter what is about common slots."""
+    found = conformance(Sharing, DEVICE, "quick", validates=True, evicts=True)
+    return [one for one in found if CUDA or one.broken == "shared prefixes"]
+
+
+@pytest.mark.parametrize("one", checks(), ids=lambda one: one.name)
+def test_it_passes_the_kit(one: Check) -> None:
+    one()
+
+
+def case_of(**options: object) -> Case:
+    case = make_tree_case([300, 290, 280], dtype=torch.float16, device=DEVICE, **options)
+    return share_prefixes(case, [([0, 1, 2], 260)])
+
+
+def first_tiles(bound: TritonBound) -> list[int]:
+    return bound.kernel.tables.requests[:3, 2].tolist()
+
+
+def test_forwards_of_a_step_are_matched_and_planned_in_a_launch_each(
+    plan_launches: list[tuple[int, ...]],
+) -> None:
+    """Drafting, verification, and a layer with a window, which shares nothing."""
+    cases = [case_of(q_len=4, mode="draft"), case_of(q_len=6), case_of(window_left=9, evict=False)]
+    bounds = [Sharing(config_of(case), DEVICE).bind(plan_of(case)) for case in cases]
+    fill_all(bounds)
+    assert plan_launches == [(2,), (1,)]
+    # of 256 keys; in a window, its first
+    block = bounds[0].kernel.tile.block_n
+    assert [first_tiles(bound) for bound in bounds[:2]] == [[256 // block] * 3] * 2
+    assert bounds[2].kernel.kernels.sharing is None
+    for bound, case in zip(bounds, cases, strict=True):
+        bound.run(case.q, case.k_cache, case.v_cache, case.out, case.lse)
+        check(case, case.expected())
+
+
+def test_it_is_off_unless_asked_for() -> None:
+    case = case_of()
+    bound = TritonBackend(config_of(case), DEVICE).bind(plan_of(case))
+    bound.fill()
+    assert first_tiles(bound) == [0, 0, 0]
+
+
+def test_latent_layers_share_nothing() -> None:
+    case = case_of(latent=True, heads=(4, 1), head_dim=80, v_head_dim=64)
+    bound = LatentSharing(config_of(case), DEVICE).bind(plan_of(case))
+    bound.fill()
+    bound.run(case.q, case.k_cache, case.v_cache, case.out, case.lse)
+    assert first_tiles(bound) == [0, 0, 0]
+    check(case, case.expected())
