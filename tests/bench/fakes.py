@@ -125,16 +125,9 @@ def flash_mla_with_kvcache(
 class Prefill:
     """`BatchPrefillWithPagedKVCacheWrapper`."""
 
-    def __init__(self, workspace, layout, use_cuda_graph=False, backend="auto", **buffers):
+    def __init__(self, workspace, layout, backend="auto"):
         assert layout == "NHD"
-        names = (
-            "qo_indptr_buf",
-            "paged_kv_indptr_buf",
-            "paged_kv_indices_buf",
-            "paged_kv_last_page_len_buf",
-        )
-        assert all(name in buffers for name in names) == use_cuda_graph
-        self._backend, self.graph, self.buffers = backend, use_cuda_graph, buffers
+        self._backend = backend
 
     def plan(
         self,
@@ -154,9 +147,6 @@ class Prefill:
     ):
         assert self._backend in ("fa2", "fa3")
         assert kv_data_type in (q_data_type, torch.float8_e4m3fn)
-        if self.graph and custom_mask is not None:
-            assert self.buffers["mask_indptr_buf"].dtype == torch.int32
-            assert len(self.buffers["custom_mask_buf"]) * 8 >= len(custom_mask)
         self.rows, self.offsets, self.pages = qo_indptr, paged_kv_indptr, paged_kv_indices
         self.last, self.size, self.scale = paged_kv_last_page_len, page_size, sm_scale
         self.mask, self.causal = custom_mask, causal
@@ -194,7 +184,7 @@ class Decode(Prefill):
         paged_kv_indices_buffer=None,
         paged_kv_last_page_len_buffer=None,
     ):
-        self._backend, self.graph = "fa2", False
+        self._backend = "fa2"
 
     def plan(
         self,

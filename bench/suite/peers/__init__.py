@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .fa3 import Fa3, Fa3Ahead, Fa3Tree, Fa3TreeAhead
+from .fa3 import Fa3, Fa3Ahead, Fa3Tree
 from .flashinfer import (
     FlashInferCascade,
     FlashInferCausal,
-    FlashInferCausalGraph,
     FlashInferDecode,
     FlashInferMask,
-    FlashInferMaskGraph,
 )
 from .latent import Fa3Latent, FlashInferMla, FlashMla
 from .ours import Ours, OursAuto, OursPrompt
@@ -25,13 +23,10 @@ PEERS: tuple[type[Contestant], ...] = (
     Fa3,
     Fa3Ahead,
     Fa3Tree,
-    Fa3TreeAhead,
     Fa3Latent,
     FlashMla,
     FlashInferMask,
-    FlashInferMaskGraph,
     FlashInferCausal,
-    FlashInferCausalGraph,
     FlashInferDecode,
     FlashInferCascade,
     Xqa,

@@ -23,8 +23,6 @@ BUILT = {(64, "bfloat16"), (128, "bfloat16"), (128, "float16")}
 class _Fa3(Contestant):
     needs = ("sgl_kernel.flash_attn", "sgl_kernel")
     float8 = True
-    #: Whether the tile schedule is made once per step in place of once per layer.
-    ahead: ClassVar[bool] = False
 
     @classmethod
     def refuses(cls, case: Case) -> str | None:
@@ -83,6 +81,8 @@ class Fa3(_Fa3):
     name = "FA3"
     setting = "schedule per layer, for a decode per step"
     modes = ("chain", "extend", "prompt")
+    #: Whether the tile schedule is made once per step in place of once per layer.
+    ahead: ClassVar[bool] = False
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -134,10 +134,13 @@ class Fa3Ahead(Fa3):
 
 
 class Fa3Tree(_Fa3):
-    """Trees and draft decode: the prefix, then every query token over its ancestors, merged."""
+    """Trees and draft decode: the prefix, then every query token over its ancestors, merged.
 
-    name = "FA3 tree"
-    setting = "2 calls and a merge, schedule per layer"
+    Both tile schedules are made once per step; the engine's, once per layer, were never faster.
+    """
+
+    name = "FA3 tree, schedule ahead"
+    setting = "2 calls and a merge, schedule per step"
     modes = ("tree", "draft")
 
     def __init__(self, batch: Batch) -> None:
@@ -147,7 +150,7 @@ class Fa3Tree(_Fa3):
         self.singles = torch.arange(len(self.q) + 1, dtype=torch.int32, device=device)
         self.visible = torch.cat([batch.visible(b) for b in range(case.batch)])
         self.table, self.counts = ancestor_lists(batch)
-        self.metadata: list[Tensor | None] = [None, None]
+        self.metadata: list[Tensor] = []
 
     def plan(self) -> None:
         """List pages and ancestors with the operations of the engine."""
@@ -158,13 +161,12 @@ class Fa3Tree(_Fa3):
         slots = batch.tails.repeat_interleave(case.q_len, 0)
         torch.gather(slots, 1, order, out=self.table)
         self.counts.copy_(self.visible.sum(1))
-        if self.ahead:
-            self.metadata = [
-                self.schedule_of(
-                    self.page_table, batch.lens, self.queries, case.q_len, case.page_size, False
-                ),
-                self.schedule_of(self.table, self.counts, self.singles, 1, 1, False),
-            ]
+        self.metadata = [
+            self.schedule_of(
+                self.page_table, batch.lens, self.queries, case.q_len, case.page_size, False
+            ),
+            self.schedule_of(self.table, self.counts, self.singles, 1, 1, False),
+        ]
 
     def run(self, pool: int) -> None:
         batch = self.batch
@@ -198,11 +200,3 @@ class Fa3Tree(_Fa3):
             **shared,
         )
         self.merge(prefix, prefix_lse.T.contiguous(), own, own_lse.T.contiguous(), self.out)
-
-
-class Fa3TreeAhead(Fa3Tree):
-    """The same with both tile schedules made once per step."""
-
-    name = "FA3 tree, schedule ahead"
-    setting = "2 calls and a merge, schedule per step"
-    ahead = True
