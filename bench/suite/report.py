@@ -2,7 +2,7 @@
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
 replaced. Names are ``summary``, ``machines``, ``auto``, ``steps``, ``dflash``, ``pair``,
-``acceptance``, ``proposers``, ``host``, and those of `SHOWN`. Cells that are not shown are in the
+``acceptance``, ``host``, and those of `SHOWN`. Cells that are not shown are in the
 result files.
 """
 
@@ -16,7 +16,6 @@ from . import (
     choices,
     decode,
     host_trees,
-    proposers,
     steps,
     summary,
     tables,
@@ -109,7 +108,6 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
         "dflash": drafted,
         "pair": decode,
         "acceptance": acceptance,
-        "proposers": proposers,
         "host": host_trees,
     }
     found = {

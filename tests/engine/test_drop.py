@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from bench.soak import Dice
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.engine.request import RequestOutput
 from specattn.errors import CapacityError
+from tests.churn import Dice
 from tests.samples import half, sampled
 from tests.speculative.test_host_plans import PlanningBackend
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bench.soak import Dice
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from specattn.speculative.sampling import SamplingParams
+from tests.churn import Dice
 from tests.samples import sampled, star
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE

@@ -1,7 +1,7 @@
 """Steps neither wait for the device nor allocate on it, whoever joins, grows and ends.
 
-`bench.soak_watch` says what is noticed. A step's tokens may be waited for once; a joining request's
-prompt is excepted.
+`tests.churn.Watch` says what is noticed. A step's tokens may be waited for once; a joining
+request's prompt is excepted. Nor do texts, and what steps gain, depend on the company.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.soak import Churn, Dice
-from bench.soak_watch import COUNTERS, Watch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
 from specattn.speculative.standalone import LMDraft
+from tests.churn import COUNTERS, Churn, Dice, Texts, Watch
 from tests.processors import GREEDY, greedy_text
 from tests.tiny import VOCAB, TinyBlockDraft, TinyDraft, TinyTarget
 
@@ -35,7 +34,7 @@ KINDS = [
 PROCESSED = [
     *KINDS,
     *(Request([3, 14, 15, at], 150 - at, params) for at, params in enumerate(GREEDY.values())),
-    Request([9, 26], 70, replace(GREEDY["three"], temperature=0.9, min_p=0.1, logprobs=3)),
+    Request([9, 26], 70, replace(GREEDY["three"], temperature=0.9, min_p=0.1, seed=4, logprobs=3)),
     Request([5, 35], 50, SamplingParams(logprobs=0)),
 ]
 TREE = SpecConfig(3, 4, 9, max_context_len=192, max_num_reqs=6, page_size=2)
@@ -48,7 +47,12 @@ RUNS = {
     "switching": (300, {"policy": Dice(2), "configs": OTHERS}, KINDS),
     "processed": (500, {"cudagraph": "full", "processed": True}, PROCESSED),
     "processed parts": (300, {"cudagraph": "piecewise", "processed": True}, PROCESSED),
+    "halves": (300, {"tbo": True}, KINDS),
 }
+# a run of a minute
+SOAK = (10_000, {"cudagraph": "full", "processed": True}, PROCESSED)
+# a chance per step that everything is dropped after it
+DROPS = 0.005
 LOOKUP = LookupProposer(1, 4)
 PROPOSERS = {
     "EAGLE, best first": (TinyDraft, BEST_FIRST),
@@ -70,7 +74,11 @@ def engine(options, draft=TinyDraft, config=TREE, device="cuda", backend="triton
     return Engine(*models, config, backend=backend, buckets=[2, 6], **options)
 
 
-@pytest.mark.parametrize(("steps", "options", "kinds"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    ("steps", "options", "kinds"),
+    [*RUNS.values(), pytest.param(*SOAK, marks=pytest.mark.whole)],
+    ids=[*RUNS, "soak"],
+)
 def test_steps_neither_wait_nor_allocate(steps, options, kinds):
     sizes = check(engine(options), steps, kinds)
     # the longer ones seldom run all at once
@@ -84,15 +92,20 @@ def test_steps_of_any_proposer_neither_wait_nor_allocate(proposer):
 
 def check(run: Engine, steps: int, kinds: list[Request]) -> set[int]:
     """Let requests come and go for so many steps; return how many ran at once."""
-    watch, ended = Watch(), []
+    watch, ended, dropped = Watch(), [], []
+    texts, slots = Texts(run, kinds), run.table.num_free_slots
     churn = Churn(run, kinds, 5, watch.paused)
     with watch.over(run):
         for at in range(60 + steps):
             if at == 60:  # everything has been compiled, and both kinds of steps captured
+                dropped += churn.drop()
                 watch.reset()
-                captured = run.graphs()
+                captured, held = run.graphs(), torch.cuda.memory_allocated()
             with watch.watching():
                 ended += churn.step()
+            if churn.rng.random() < DROPS:
+                dropped += churn.drop()
+                assert run.table.num_free_slots == slots
     assert watch.allocations == dict.fromkeys(COUNTERS, 0)
     assert not watch.launch_waits
     assert watch.waits <= steps
@@ -108,11 +121,13 @@ def check(run: Engine, steps: int, kinds: list[Request]) -> set[int]:
         for at, kind in enumerate(kinds)
         if not kind.sampling.temperature
     }
-    for kind, result in ended:
+    texts.hold([*ended, *dropped])
+    for kind, result in (*ended, *dropped):
         if kind in greedy:
             assert result.tokens == greedy[kind][: len(result.tokens)]
-    run.clear()
+    churn.drop()
     run.table.check()
+    assert torch.cuda.memory_allocated() - held <= 2**20
     return churn.sizes
 
 
