@@ -29,28 +29,30 @@ ROOMS = [
 ]
 
 
-# the source of operations, by the module of their kernels
+FOLDER = Path(kernels.__file__).parent
+# the modules of kernels, by those of the operations that launch them
 FRONTS = {
-    found[1]: source
-    for path in sorted(Path(kernels.__file__).parent.glob("*/*.py"))
-    if (found := re.search(r'launch = TritonModule\("(.+)"\)', source := path.read_text()))
+    path.relative_to(FOLDER).as_posix(): found[1]
+    for path in sorted(FOLDER.glob("*/*.py"))
+    if (found := re.search(r'launch = TritonModule\("(.+)"\)', path.read_text()))
 }
 
 
-def calls(module, *, kernels):
-    """Yield the calls of what the module has, kernels or launchers: its parameters, the call."""
-    for node in ast.walk(ast.parse(FRONTS[module])):
+def calls(front, *, kernels):
+    """Yield the calls of what its module has, kernels or launchers: parameters, the call."""
+    module = importlib.import_module(FRONTS[front])
+    for node in ast.walk(ast.parse((FOLDER / front).read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) == kernels:
             name = ast.unparse(node.func.value if kernels else node.func)
             if name.startswith("launch."):
-                found = getattr(importlib.import_module(module), name.removeprefix("launch."))
+                found = getattr(module, name.removeprefix("launch."))
                 yield inspect.signature(found.fn if kernels else found).parameters, node
 
 
-@pytest.mark.parametrize("module", FRONTS)
-def test_kernels_get_their_arguments_in_order(module):
+@pytest.mark.parametrize("front", FRONTS)
+def test_kernels_get_their_arguments_in_order(front):
     """What has a parameter's name is in its place, so that no two tensors are swapped."""
-    for parameters, call in calls(module, kernels=True):
+    for parameters, call in calls(front, kernels=True):
         names, spread, last = list(parameters), False, -1
         for place, argument in enumerate(call.args):
             spread |= isinstance(argument, ast.Starred)
@@ -62,10 +64,10 @@ def test_kernels_get_their_arguments_in_order(module):
             assert keyword.arg in (None, "num_warps", "num_stages", *parameters), keyword.arg
 
 
-@pytest.mark.parametrize("module", FRONTS)
-def test_launchers_are_called_by_keyword(module):
+@pytest.mark.parametrize("front", FRONTS)
+def test_launchers_are_called_by_keyword(front):
     """And every argument has its own name in the call, so that no two of them are swapped."""
-    for parameters, call in calls(module, kernels=False):
+    for parameters, call in calls(front, kernels=False):
         assert {each.kind for each in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
         assert not call.args, ast.unparse(call.func)
         for keyword in call.keywords:
@@ -74,9 +76,7 @@ def test_launchers_are_called_by_keyword(module):
 
 
 def test_every_room_launches():
-    found = {
-        module: [*calls(module, kernels=True), *calls(module, kernels=False)] for module in FRONTS
-    }
+    found = {front: [*calls(front, kernels=True), *calls(front, kernels=False)] for front in FRONTS}
     assert len(found) > 10
     assert all(found.values())
 

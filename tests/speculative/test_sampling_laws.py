@@ -96,7 +96,7 @@ def p_value(step, model):
     return chi2.sf(float(statistic), int(kept.sum()) - 1)
 
 
-def tree_step(kind, name, *, one_coin=False, **thresholds):
+def tree_step(kind, name, *, one_coin=False):
     parents, offsets = TREES[name]
     links = links_from_parents(torch.tensor(parents, device=DEVICE))
     links = [link.expand(CHUNK, -1).contiguous() for link in links]
@@ -117,7 +117,6 @@ def tree_step(kind, name, *, one_coin=False, **thresholds):
                 model.of(torch.stack(nodes, 1)),
                 coins,
                 final,
-                **thresholds,
                 out=out,
             )
         return out.accept_tokens, out.accept_lens
@@ -170,8 +169,6 @@ def test_a_perfect_drafter_is_never_refused():
 BIASED = {
     "one coin for both, tree": lambda: tree_step("naive", "tree", one_coin=True),
     "one coin for both, chain": lambda: tree_step("naive", "chain", one_coin=True),
-    "relaxed threshold_acc": lambda: tree_step("naive", "tree", threshold_acc=0.9),
-    "relaxed threshold_single": lambda: tree_step("naive", "tree", threshold_single=0.5),
     "one coin for both, rejection": lambda: rejection_step("naive", Model(2), one_coin=True),
     "another drafter's probabilities": lambda: rejection_step("naive", Model(2), claimed=Model(3)),
 }

@@ -56,10 +56,7 @@ def accept_greedy(
             tree.retrieve_next_token,
             tree.retrieve_next_sibling,
             target_argmax,
-            out.accept_index,
-            out.accept_tokens,
-            out.accept_lens,
-            out.bonus_tokens,
+            *_written(out),
             n,
             steps,
             steps.bit_length(),
@@ -83,18 +80,16 @@ def accept_sampled(
     target_probs: Tensor,
     coins: Tensor,
     final_coins: Tensor,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
     *,
     out: AcceptResult,
 ) -> None:
-    """Sample from the target down each tree; exactly, with thresholds (1, 1).
+    """Sample from the target down each tree; tokens follow the target exactly.
 
-    At a node one coin u goes over the children in link order: a child of probability p > 0 is
-    taken if ``u * threshold_acc`` is below the probability so far, or if ``p >= threshold_single``.
-    If none is, a token is drawn from the target without those children, with the final coin
-    of that depth. A token listed twice among siblings counts once. The scheme is SGLang's
-    ``tree_speculative_sampling_target_only``, with half-open intervals and separate coins.
+    At a node one coin goes over the children in link order: a child of a probability above 0 is
+    taken if the coin is below the probability so far. If none is, a token is drawn from the target
+    without those children, with the final coin of that depth. A token listed twice among siblings
+    counts once. The scheme is SGLang's ``tree_speculative_sampling_target_only`` with thresholds of
+    1, half-open intervals and separate coins.
 
     Parameters
     ----------
@@ -106,8 +101,6 @@ def accept_sampled(
         gives no token.
     coins, final_coins : Tensor
         ``[B, num_steps + 1]`` float32 in [0, 1), by depth.
-    threshold_single, threshold_acc : float
-        Below 1 they accept more than the target's probabilities allow.
     out : AcceptResult
         As in `accept_greedy`.
 
@@ -130,16 +123,11 @@ def accept_sampled(
             coins,
             final_coins,
             torch.empty_like(tokens),
-            out.accept_index,
-            out.accept_tokens,
-            out.accept_lens,
-            out.bonus_tokens,
+            *_written(out),
             n,
             steps,
             vocab,
             *target_probs.stride()[:2],
-            threshold_single,
-            threshold_acc,
             BLOCK_N=power_of_2(n),
             BLOCK_W=power_of_2(cdiv(n, 64)),
             **vocab_tiles(vocab, 64),
@@ -156,8 +144,8 @@ def accept_sampled(
         token = torch.where(known, token, vocab)
         probs = target_probs[rows[:, None], walk.node[:, None], token.clamp(max=vocab - 1)]
         probs = torch.where(known & (probs > 0) & ~_repeats(token), probs, 0.0)
-        below = coins[:, depth, None] * threshold_acc < probs.cumsum(1)
-        stopping = walk.descend(children, (probs > 0) & (below | (probs >= threshold_single)))
+        below = coins[:, depth, None] < probs.cumsum(1)
+        stopping = walk.descend(children, (probs > 0) & below)
         refused = torch.where(stopping[:, None], token, refused)
     weights = target_probs[rows, walk.node]
     allowed = torch.ones(batch, vocab + 1, dtype=torch.bool, device=tokens.device)
@@ -185,14 +173,8 @@ def accept_rejection(
     tree : DraftTree
         A chain of num_steps + 1 nodes. Row i of its ``draft_probs``, ``[B, num_steps, V]`` float32
         with a dense last axis, is what node i + 1 was drawn from.
-    target_probs : Tensor
-        ``[B, n, V]`` float32, the target's distribution after each node; dense last axis.
-        A node whose row is NaN, as `target_probs` marks it, or without mass accepts no child and
-        gives no token.
-    coins, final_coins : Tensor
-        ``[B, num_steps + 1]`` float32 in [0, 1), by depth.
-    out : AcceptResult
-        As in `accept_greedy`.
+    target_probs, coins, final_coins, out
+        As in `accept_sampled`.
 
     Raises
     ------
@@ -212,10 +194,7 @@ def accept_rejection(
             target_probs,
             coins,
             final_coins,
-            out.accept_index,
-            out.accept_tokens,
-            out.accept_lens,
-            out.bonus_tokens,
+            *_written(out),
             tokens.shape[1],
             steps,
             vocab,
@@ -239,6 +218,10 @@ def accept_rejection(
         residual = weights - torch.where(taken[:, None] < steps, refuted, 0.0)
     path = torch.where(depth <= taken[:, None], depth, -1)
     _emit(path, tokens, _draw_bonus(path, residual, weights, final_coins), out)
+
+
+def _written(out: AcceptResult) -> tuple[Tensor, ...]:
+    return out.accept_index, out.accept_tokens, out.accept_lens, out.bonus_tokens
 
 
 def _check_path(tree: DraftTree, out: AcceptResult) -> None:
@@ -327,7 +310,6 @@ def _emit(path: Tensor, tokens: Tensor, bonus: Tensor, out: AcceptResult) -> Non
     following = torch.cat([path[:, 1:], torch.full_like(path[:, :1], -1)], dim=1)
     taken = tokens.gather(1, following.clamp(min=0)).masked_fill(following < 0, 0)
     last = torch.arange(path.shape[1], device=path.device) == length[:, None] - 1
-    out.accept_index.copy_(path)
-    out.accept_tokens.copy_(torch.where(last, bonus[:, None].clamp(min=0), taken))
-    out.accept_lens.copy_(length)
-    out.bonus_tokens.copy_(bonus)
+    emitted = torch.where(last, bonus[:, None].clamp(min=0), taken)
+    for old, new in zip(_written(out), (path, emitted, length, bonus), strict=True):
+        old.copy_(new)

@@ -138,8 +138,6 @@ def accept_sampled_kernel(
     vocab,
     stride_req,
     stride_node,
-    threshold_single,
-    threshold_acc,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     ROWS: tl.constexpr,
@@ -167,7 +165,7 @@ def accept_sampled_kernel(
     walking = length > 0
     tl.store(accept_index_out, 0)
     for depth in range(1, steps + 1):
-        coin = tl.load(coins + depth - 1) * threshold_acc
+        coin = tl.load(coins + depth - 1)
         child = tl.load(next_token + node, mask=walking, other=-1)
         found = tl.full([], -1, tl.int64)
         token = tl.full([], 0, tl.int64)
@@ -188,7 +186,7 @@ def accept_sampled_kernel(
             again = tl.max(((dropped & bits) != 0).to(tl.int32), 0) > 0
             p = tl.where((p > 0) & (again == 0), p, 0.0)
             reached += p
-            accept = (p > 0) & ((coin < reached) | (p >= threshold_single))
+            accept = (p > 0) & (coin < reached)
             found = tl.where(accept, child, found)
             dropped = tl.where(accept, dropped, dropped | bits)
             child = tl.load(next_sibling + child)

@@ -142,7 +142,7 @@ def inverse_cdf(weights, coin):
     return None
 
 
-def sampled_walk(tree, tokens, probs, coins, final_coins, steps, single=1.0, acc=1.0):
+def sampled_walk(tree, tokens, probs, coins, final_coins, steps):
     """The law's own words, in exact fractions."""
     path, emitted = [0], []
     while True:
@@ -153,7 +153,7 @@ def sampled_walk(tree, tokens, probs, coins, final_coins, steps, single=1.0, acc
             token = tokens[child]
             p = Fraction(0) if token in dropped or not 0 <= token < len(law) else law[token]
             reached += p
-            if p > 0 and (coin * Fraction(acc) < reached or p >= Fraction(single)):
+            if p > 0 and coin < reached:
                 took = child
                 break
             dropped.append(token)
@@ -175,16 +175,9 @@ def dyadic_rows(rng, n, vocab):
 
 
 @pytest.mark.parametrize(
-    ("n", "steps", "vocab", "thresholds"),
-    [
-        (1, 0, 5, (1.0, 1.0)),
-        (7, 3, 5, (1.0, 1.0)),
-        (12, 4, 9, (0.25, 1.0)),
-        (12, 2, 9, (1.0, 0.5)),
-        (34, 5, 37, (1.0, 1.0)),
-    ],
+    ("n", "steps", "vocab"), [(1, 0, 5), (7, 3, 5), (12, 4, 9), (12, 2, 9), (34, 5, 37)]
 )
-def test_sampled_walk(implementation, n, steps, vocab, thresholds):
+def test_sampled_walk(implementation, n, steps, vocab):
     rng = random.Random(vocab)
     batch = 12
     trees = [random_tree(rng, n, max(steps, 1)) for _ in range(batch)]
@@ -195,7 +188,7 @@ def test_sampled_walk(implementation, n, steps, vocab, thresholds):
         [[some_coin(rng) for _ in range(steps + 1)] for _ in trees] for _ in range(2)
     )
     walks = [
-        sampled_walk(*row, steps, *thresholds)
+        sampled_walk(*row, steps)
         for row in zip(trees, tokens, probs, coins, final_coins, strict=True)
     ]
     got = call(
@@ -206,8 +199,6 @@ def test_sampled_walk(implementation, n, steps, vocab, thresholds):
         coins,
         final_coins,
         steps=steps,
-        threshold_single=thresholds[0],
-        threshold_acc=thresholds[1],
     )
     assert got == expected(*zip(*walks, strict=True), steps)
 
