@@ -20,6 +20,19 @@ def unpack_words(words: Tensor, keys: int) -> Tensor:
     return (words[..., key // 64] >> key % 64 & 1) != 0
 
 
+def seen_slots(words: Tensor, slots: Tensor, spare: Tensor) -> Tensor:
+    """Return ``[B, n, width]`` slots of set bits, then what ``spare`` holds.
+
+    Words are ``[B, n, W]``, slots ``[B, keys]``; ``spare``, of the result's shape, is what stays
+    behind the last of them. Bits without room are left out.
+    """
+    seen, width = unpack_words(words, slots.shape[1]), spare.shape[2]
+    # what is not listed lands in a column more
+    rank = torch.where(seen, seen.long().cumsum(2) - 1, width).clamp(max=width)
+    listed = torch.cat([spare, spare[..., :1]], 2)
+    return listed.scatter_(2, rank, slots[:, None].expand_as(rank))[..., :-1]
+
+
 def node_bits(nodes: Tensor, num_words: int) -> Tensor:
     """Return words ``[..., num_words]`` with just each node's bit."""
     words = torch.arange(num_words, device=nodes.device)

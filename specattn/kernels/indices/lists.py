@@ -10,7 +10,7 @@ from torch import Tensor
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_shape
 from specattn.kernels.launch import cdiv, power_of_2, programs_per_row
-from specattn.kernels.words import unpack_words
+from specattn.kernels.words import seen_slots
 
 launch = TritonModule("specattn.kernels.indices.triton_lists")
 
@@ -221,7 +221,8 @@ def fill_draft_tails(
             num_warps=1,
         )
         return
-    tails = _ancestor_slots(step, branch_slots, words).flatten(0, 1)  # [B * topk, step + 1]
+    drafted = branch_slots.flatten(1)[:, : (step + 1) * topk]
+    tails = seen_slots(words[:, step], drafted, drafted.new_zeros(batch, topk, step + 1))
     begin, end = kv_indptr[step, :-1].long(), kv_indptr[step, 1:].long()
     lens = seq_lens.long().clamp(min=0).repeat_interleave(topk)
     at = begin + torch.minimum(lens, end - begin - step - 1)
@@ -244,14 +245,3 @@ def draft_kv_width(batch: int, topk: int, max_context_len: int, step_count: int)
             f"{width} entries per step, int32 offsets reach {2**31 - 1}"
         )
     return width
-
-
-def _ancestor_slots(step: int, branch_slots: Tensor, words: Tensor) -> Tensor:
-    """Return slots ``[B, topk, step + 1]`` of set bits, then 0."""
-    batch, _, topk = branch_slots.shape
-    nodes = (step + 1) * topk
-    seen = unpack_words(words[:, step], nodes)  # [B, topk, nodes]
-    rank = torch.where(seen, seen.long().cumsum(2) - 1, step + 1).clamp(max=step + 1)
-    slots = branch_slots.flatten(1)[:, None, :nodes].expand(-1, topk, -1)
-    tails = torch.zeros(batch, topk, step + 2, dtype=slots.dtype, device=slots.device)
-    return tails.scatter_(2, rank, slots)[:, :, :-1]

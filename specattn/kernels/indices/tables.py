@@ -10,7 +10,7 @@ from torch import Tensor
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_rows, require_shape
 from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row
-from specattn.kernels.words import unpack_words
+from specattn.kernels.words import seen_slots, unpack_words
 
 if TYPE_CHECKING:
     from specattn.kernels.indices.lists import KeySlots
@@ -272,13 +272,9 @@ def fill_ancestor_table(
             num_warps=4,
         )
         return
-    seen = unpack_words(tail_words, tail).flatten(0, 1)  # [B * q_len, tail]
-    lens.copy_(seen.sum(1))
-    # keys nobody sees all land in an extra column
-    rank = torch.where(seen, seen.long().cumsum(1) - 1, tail)
-    slots = tail_slots[:, None].expand(batch, q_len, tail).flatten(0, 1)
-    packed = torch.cat([table, table[:, :1]], 1).scatter_(1, rank, slots)
-    table.copy_(packed[:, :tail])
+    lens.copy_(unpack_words(tail_words, tail).sum(2).flatten())
+    listed = seen_slots(tail_words, tail_slots, table.view(batch, q_len, tail))
+    table.copy_(listed.flatten(0, 1))
 
 
 def table_slots(req_to_token: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -120,9 +120,7 @@ def copy_in_rows(
         )
         return
     prefix = (seq_lens.long() - counted).clamp(min=0)
-    out.rows.copy_(rows)
-    out.seq_lens.copy_(prefix)
-    _write_slots(out.rows, prefix, slots, req_to_token, out.slots, out.store)
+    _write_slots(rows, prefix, slots, req_to_token, out)
     node = torch.arange(n, device=rows.device)
     if mask is None:
         seen = (node <= node[:, None]).expand(len(rows), n, n)
@@ -201,10 +199,7 @@ def copy_in_steps(
         )
         return
     prefix = (seq_lens.long() - counted).clamp(min=0)
-    out.rows.copy_(rows)
-    out.seq_lens.copy_(prefix)
-    given = None if slots is None else slots.flatten(1)
-    _write_slots(out.rows, prefix, given, req_to_token, out.slots.flatten(1), out.store.flatten(1))
+    _write_slots(rows, prefix, slots, req_to_token, out)
     step = torch.arange(steps, device=rows.device)
     out.positions.copy_((prefix[:, None] + step)[:, :, None])
     node = torch.arange(nodes, device=rows.device)
@@ -326,15 +321,14 @@ def _write_window(
 
 
 def _write_slots(
-    rows: Tensor,
-    prefix: Tensor,
-    slots: Tensor | None,
-    req_to_token: Tensor,
-    slots_out: Tensor,
-    store_out: Tensor,
+    rows: Tensor, prefix: Tensor, slots: Tensor | None, req_to_token: Tensor, out: PlanInputs
 ) -> None:
+    """Write all but positions and words."""
+    out.rows.copy_(rows)
+    out.seq_lens.copy_(prefix)
+    read, store = out.slots.flatten(1), out.store.flatten(1)
     if slots is None:
-        columns = prefix[:, None] + torch.arange(slots_out.shape[1], device=rows.device)
-        slots = table_slots(req_to_token, rows, columns)
-    store_out.copy_(slots)
-    slots_out.copy_(slots.clamp(min=0))
+        columns = prefix[:, None] + torch.arange(store.shape[1], device=rows.device)
+        slots = table_slots(req_to_token, out.rows, columns)
+    store.copy_(slots.flatten(1))
+    read.copy_(slots.flatten(1).clamp(min=0))
