@@ -29,47 +29,33 @@ if TYPE_CHECKING:
     from specattn.speculative.step_setup import StepSetup
 
 
-@dataclass(frozen=True)
 class StepMemory:
-    """Memory of steps, which launches of all batch sizes share.
+    """Memory of steps, which launches of up to ``batch`` requests share.
 
-    Parameters
-    ----------
-    host : HostBuffers
-        Where steps find their rows, and write what the host is told.
-    packed : Tensor
-        ``[B, N + 2]`` int64, what steps of B requests gained.
-    parts : tuple of (StepSetup, dict)
-        Setup and arena of a `Step`: one; or, for two-batch overlap, one per half that has requests.
-        Halves share what both only read, and tables of which they write different rows: models,
-        pools, ``req_to_token`` and the states.
+    With ``tbo`` (two-batch overlap), each half has a setup and an arena. Halves share what both
+    only read, and tables of which they write different rows: models, pools, ``req_to_token`` and
+    the states. The ``host`` buffers are where steps find their rows, and write what they gain.
     """
 
-    host: HostBuffers
-    packed: Tensor
-    parts: tuple[tuple[StepSetup, dict[str, Any]], ...]
-
-    @classmethod
-    def alloc(
-        cls, setup: StepSetup, host: HostBuffers, batch: int, *, tbo: bool = False
-    ) -> StepMemory:
-        """Allocate the memory of launches of up to ``batch`` requests."""
-        width = setup.config.num_steps + 2
-        packed = torch.zeros(batch, width, dtype=torch.int64, device=setup.device)
+    def __init__(
+        self, setup: StepSetup, host: HostBuffers, batch: int, *, tbo: bool = False
+    ) -> None:
+        self.host, width = host, setup.config.num_steps + 2
+        self.packed = torch.zeros(batch, width, dtype=torch.int64, device=setup.device)
         setups = [setup]
         if tbo and batch > 1:
             setups.append(setup.with_slots(ModelSlot.with_own_workspace))
-        return cls(host, packed, tuple((one, {}) for one in setups))
+        self._parts: list[tuple[StepSetup, dict[str, Any]]] = [(one, {}) for one in setups]
 
     def launch(self, batch: int) -> StepLaunch:
         """Return the launch of so many requests; the most come first."""
         split = [slice(0, batch)]
-        if len(self.parts) > 1:
+        if len(self._parts) > 1:
             split = [half for half in halves(batch) if half.stop > half.start]
         steps = tuple(
             Step(setup, self.host.of(rows.start, rows.stop), self.packed[rows], arena)
             # a batch of one request is a second half
-            for (setup, arena), rows in zip(self.parts[-len(split) :], split, strict=True)
+            for (setup, arena), rows in zip(self._parts[-len(split) :], split, strict=True)
         )
         host, packed = self.host.of(0, batch), self.packed[:batch]
         return StepLaunch(StepPart(), steps, tuple(split), host, packed)

@@ -152,13 +152,13 @@ class Prefill:
             last = ends[[pieces.index(p) for p in done]]
             out = self._forward_target(prompts, pieces, plan, last)
             which = torch.tensor([p.index for p in done], device=bonus.device, dtype=torch.int64)
+            drawing = _pick(sampling, which)
             if done:
                 lens = torch.tensor([p.stop - 1 for p in done], device=bonus.device)
                 rows = torch.tensor([prompts[p.index].row for p in done], device=bonus.device)
                 masks = None if bitmask is None else bitmask[which]
-                drawing = _pick(sampling, which)
-                first = first_tokens(out.logits, lens, drawing, rows, processors, masks, scored)
-                bonus[which] = first
+                drawn = first_tokens(out.logits, lens, drawing, rows, processors, masks, scored)
+                bonus[which] = drawn
             features, proposer = out.hidden_states, self.proposer
             if features is not None or not proposer.feature_size:
                 chunk = PromptChunk(
@@ -170,7 +170,7 @@ class Prefill:
                     features,
                     last,
                     bonus[which],
-                    _pick(sampling, which),
+                    drawing,
                 )
                 states.append(proposer.prompt(chunk))
         # prompts finish in order

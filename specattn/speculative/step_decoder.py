@@ -398,7 +398,7 @@ class StepDecoder(ReadOnly):
         check_rows(rows, self._known, self._in_flight.host.rows.shape[1])
         host = HostBuffers.alloc(1, len(rows), self._width, self._in_flight.host.entry.device)
         host.rows[0] = torch.tensor(rows)
-        launch = StepMemory.alloc(self.setup, host, len(rows)).launch(len(rows))
+        launch = StepMemory(self.setup, host, len(rows)).launch(len(rows))
         if self._processors is not None:
             device = host.entry.device
             logprobs = LogprobBuffers.alloc(1, len(rows), self.config.num_steps + 1, device)
@@ -507,7 +507,7 @@ class StepDecoder(ReadOnly):
         if batch not in self._launches:
             buckets, memory, tbo = self.runner.buckets, self._memory, self.options.tbo
             if memory is None or batch > len(memory.packed):
-                memory = StepMemory.alloc(self.setup, self._in_flight.host, batch, tbo=tbo)
+                memory = StepMemory(self.setup, self._in_flight.host, batch, tbo=tbo)
             # of batches beyond the buckets, which have buffers of their own, the last one's stay
             kept = {size: one for size, one in self._launches.items() if size in buckets}
             self._launches = kept | {batch: memory.launch(batch)}

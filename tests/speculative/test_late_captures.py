@@ -11,6 +11,7 @@ from specattn.config import SpecConfig
 from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CaptureError
+from specattn.speculative import step_decoder
 from specattn.speculative.host_proposer import HostProposer, HostTree
 from specattn.speculative.launch import StepMemory
 from specattn.speculative.lookup import LookupFirst, LookupProposer
@@ -82,15 +83,15 @@ def test_plain_decoding_that_cannot_be_captured_runs_eagerly(monkeypatch, caplog
 
 def test_buffers_without_room_are_named_like_graphs(monkeypatch, caplog):
     """They are made for the largest bucket, and eagerly for the batch that there is."""
-    run, alloc = engine(), StepMemory.alloc
+    run = engine()
     results = run.add([LONG, SHORT])
 
     def make(setup, host, size, **options):
         if size == 3:
             raise torch.OutOfMemoryError("no more")
-        return alloc(setup, host, size, **options)
+        return StepMemory(setup, host, size, **options)
 
-    monkeypatch.setattr(StepMemory, "alloc", make)
+    monkeypatch.setattr(step_decoder, "StepMemory", make)
     finish(run, ahead=False)
     exact(run, results)
     assert caplog.text.count("out of device memory capturing step for a batch of 3;") == 1
