@@ -24,8 +24,8 @@ from specattn.engine.intake import Intake
 from specattn.engine.metrics import EngineCounters
 from specattn.engine.prompts import PromptRunner
 from specattn.engine.ranks import Ranks
-from specattn.engine.request import Request, RequestOutput
-from specattn.engine.scheduler import RunningRequest, Scheduler
+from specattn.engine.request import Request, RequestOutput, RunningRequest
+from specattn.engine.scheduler import Scheduler
 from specattn.errors import CapacityError
 from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.level import Level

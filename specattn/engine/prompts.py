@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.engine.scheduler import RunningRequest, Scheduler
+    from specattn.engine.request import RunningRequest
+    from specattn.engine.scheduler import Scheduler
     from specattn.speculative.prefill import Prefill
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.sampling import SamplingParams

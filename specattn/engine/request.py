@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,6 +13,7 @@ from specattn.speculative.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from specattn.engine.detokenizer import TextStream
     from specattn.speculative.grammar import Grammar
     from specattn.speculative.logprobs import TokenLogprobs
 
@@ -187,3 +189,87 @@ class RequestOutput:
     def accepted_per_step(self) -> float:
         """Mean tokens per step, bonus included; 0 before the first step."""
         return sum(self.accept_lens) / self.steps if self.steps else 0.0
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """A request that has a row of the table.
+
+    ``length`` counts the tokens that hold KV, as far as the host knows. The target's end-of-text
+    tokens, ``eos``, may end it; ``end_ids`` are these and its own stop tokens. ``stream`` is its
+    text, where stop strings are looked for; ``grammar`` is what its text must match;
+    ``level`` is that of the steps that it needs. It is a `HostRequest`: ``tokens`` are all its
+    tokens; the bonus token, last, holds no KV.
+    """
+
+    request: Request
+    result: RequestOutput
+    row: int
+    length: int
+    eos: Collection[int] = ()
+    stream: TextStream | None = None
+    end_ids: frozenset[int] = field(init=False)
+    grammar: Grammar | None = field(init=False, default=None)
+    level: Level = field(init=False)
+    tokens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # once, not in every step
+        self.level = max(self.request.levels, default=Level.GREEDY)
+        self.tokens = [*self.request.prompt, *self.result.tokens]
+        if self.request.grammar is not None:
+            self.grammar = self.request.grammar()
+        self.end_ids = frozenset(self.eos).union(self.request.stop_token_ids)
+
+    @property
+    def prompt_len(self) -> int:
+        """The length of its prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return bool(self.result.finish_reason)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it may go on after the step in flight."""
+        return len(self.result.tokens) + 1 < self.request.max_new_tokens
+
+    def append(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Append tokens up to whatever ends the request; returns those kept.
+
+        A last token of -1 is none: the target's logits were not finite there. A context holds
+        ``limit`` tokens. Where the text or the grammar raises, nothing is appended.
+        """
+        result, reason = self.result, ""
+        kept: list[int] = []
+        ends, room = self.end_ids, self.request.max_new_tokens - len(result.tokens)
+        for token in tokens:
+            if token < 0:
+                reason = "nonfinite"
+                break
+            kept.append(token)
+            if token in ends:
+                reason = "eos" if token in self.eos else "stop"
+            elif self.stream is not None and self._stops(token):
+                reason = "stop"
+            elif len(kept) >= room:
+                reason = "length"
+            if reason:
+                break
+        if self.grammar is not None:
+            self.grammar.accept(kept)
+        result.tokens += kept
+        self.tokens += kept
+        if not reason and self.length >= limit:
+            reason = "context"
+        if reason:
+            result.finish_reason, result.finished_at = reason, time.perf_counter()
+        return kept
+
+    def _stops(self, token: int) -> bool:
+        """Whether the text holds a stop string once this token is added."""
+        assert self.stream is not None
+        self.stream.feed([token])
+        return self.stream.stopped
