@@ -151,7 +151,7 @@ def generate(
 
     from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
     from specattn.cli.running import Setup
-    from specattn.speculative.proposer import draft_of
+    from specattn.speculative.drafts import draft_of
 
     place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
     models = models_for(

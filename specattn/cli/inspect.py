@@ -53,7 +53,7 @@ def inspect(
     from specattn import inspect as pictures
     from specattn.backends.fastest import considered
     from specattn.cli.loading import models_for, pick_device
-    from specattn.speculative.proposer import draft_of
+    from specattn.speculative.drafts import draft_of
 
     place = pick_device(device)
     models = models_for(

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     import typer
 
+    from specattn.speculative.drafts import Draft
     from specattn.speculative.lookup import LookupFirst, LookupProposer
     from specattn.speculative.model import TargetModel
-    from specattn.speculative.proposer import Draft
 
 _DTYPES = {
     "float32": torch.float32,

@@ -27,11 +27,11 @@ from specattn.engine.ranks import Ranks
 from specattn.engine.request import Request, RequestOutput, RunningRequest
 from specattn.engine.scheduler import Scheduler
 from specattn.errors import CapacityError
+from specattn.speculative.drafts import NoProposer, draft_of
 from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.level import Level
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill
-from specattn.speculative.proposer import NoProposer, draft_of
 from specattn.speculative.states import RequestStates, StateDims
 from specattn.speculative.step_setup import StepOptions, StepSetup, plans_on_host
 
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from specattn.engine.metrics import EngineMetrics
     from specattn.engine.policy import Policy
     from specattn.engine.scheduler import Groups, Item
+    from specattn.speculative.drafts import Draft
     from specattn.speculative.host_buffers import PendingStep
     from specattn.speculative.host_proposer import HostTree
     from specattn.speculative.logits_processor import LogitsProcessor
     from specattn.speculative.model import TargetModel
-    from specattn.speculative.proposer import Draft
     from specattn.speculative.step_decoder import StepDecoder
     from specattn.speculative.step_setup import CudagraphMode, EngineKeywords
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult
     from specattn.config import SpecConfig
     from specattn.speculative.block import BlockDraftModel
-    from specattn.speculative.proposer import PromptChunk, StepViews
+    from specattn.speculative.proposer import PromptChunk
+    from specattn.speculative.step_buffers import StepViews
 
 
 class DFlashProposer(ModelProposer):

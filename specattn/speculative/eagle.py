@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.speculative.draft import Draws
     from specattn.speculative.model import DraftModel, DraftOutput
-    from specattn.speculative.proposer import PromptChunk, StepViews
+    from specattn.speculative.proposer import PromptChunk
     from specattn.speculative.states import StateField
+    from specattn.speculative.step_buffers import StepViews
 
 
 class EagleProposer(ModelProposer):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.config import SpecConfig
-    from specattn.speculative.proposer import StepViews
+    from specattn.speculative.step_buffers import StepViews
 
 
 class HostTree(NamedTuple):

@@ -24,9 +24,9 @@ the vocabularies of target and draft.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,85 +40,15 @@ if TYPE_CHECKING:
 
     from specattn.attention.bound import BoundLayers
     from specattn.attention.layers import LayeredBackend
-    from specattn.attention.multi_step import Indices
     from specattn.batch import AcceptResult, Candidates, Linked, Marginals
     from specattn.buffers import Fingerprint
-    from specattn.cache.slot_table import RequestTable
     from specattn.config import SpecConfig
     from specattn.plan import ExtendPlan
-    from specattn.speculative.block import BlockDraftModel
-    from specattn.speculative.model import DraftModel
     from specattn.speculative.sampling import SamplingBatch
-    from specattn.speculative.states import RequestStates, StateField
-    from specattn.speculative.step_buffers import StepBuffers
+    from specattn.speculative.states import StateField
+    from specattn.speculative.step_buffers import StepViews
 
     Proposal = Candidates | Marginals | Linked
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StepViews:
-    """A step of B requests, as its proposer finds it.
-
-    Parameters
-    ----------
-    config : SpecConfig
-        Width and depth of the tree.
-    table : RequestTable
-        Rows and slots of the requests.
-    states : RequestStates
-        What steps leave for each other.
-    buffers : StepBuffers
-        The step's: rows, lengths, the window of slots, positions, roots, how requests draw, and,
-        for `BoundProposer.absorb`, the target's features along the accepted path.
-    indices : {"table", "csr"}
-        What draft steps read; see `MultiStepDraftBackend`.
-    arena : dict of str to object
-        What steps of all batch sizes share, by name; see `shared`.
-    """
-
-    config: SpecConfig
-    table: RequestTable
-    states: RequestStates
-    buffers: StepBuffers
-    indices: Indices = "table"
-    arena: dict[str, Any] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.buffers.seq_lens)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the buffers."""
-        return self.table.req_to_token.device
-
-    def shared(self, name: str, make: Callable[[], T]) -> T:
-        """Return what all batch sizes share, made by the first."""
-        if name not in self.arena:
-            self.arena[name] = make()
-        found: T = self.arena[name]
-        return found
-
-    def buffer(self, name: str, row: Tensor) -> Tensor:
-        """Return a static buffer of the proposer's own.
-
-        Those of all batch sizes lie in the memory of the largest.
-
-        Parameters
-        ----------
-        name : str
-            Unlike that of any other buffer.
-        row : Tensor
-            What every row holds at first.
-
-        Returns
-        -------
-        Tensor
-            ``[B, *row.shape]`` on the step's device.
-        """
-        rows = (len(self), *[1] * row.dim())
-        return self.shared(name, lambda: row.to(self.device).repeat(rows))[: len(self)]
 
 
 @dataclass(frozen=True)
@@ -377,43 +307,3 @@ class ProposerFactory(Protocol):
             one model at most.
         """
         ...
-
-
-if TYPE_CHECKING:
-    #: What an engine takes to draft: a model, or what makes a proposer.
-    Draft = DraftModel | BlockDraftModel | ProposerFactory
-
-
-class NoProposer(Proposer):
-    """Proposes nothing: of plain decoding without a draft."""
-
-    def bind(self, step: StepViews) -> BoundProposer:
-        """Return what does nothing."""
-        return _BoundNothing(self, step)
-
-
-class _BoundNothing(BoundProposer):
-    reads_path = False
-
-    def propose(self) -> Proposal:
-        raise NotImplementedError("plain decoding drafts nothing")
-
-
-def draft_of(draft: Draft | None) -> ProposerFactory:
-    """Return what makes the proposer of a draft; None is plain decoding."""
-    from specattn.speculative.block import BlockDraftModel
-    from specattn.speculative.dflash import DFlashProposer
-    from specattn.speculative.eagle import EagleProposer
-
-    if draft is None:
-        return NoProposer()
-    if isinstance(draft, ProposerFactory):
-        return draft
-    return (DFlashProposer if isinstance(draft, BlockDraftModel) else EagleProposer)(draft)
-
-
-def as_proposer(draft: ModelSlot[Any] | Proposer | None) -> Proposer:
-    """Return the proposer of a draft model, or what is one."""
-    if isinstance(draft, ModelSlot):
-        return draft_of(draft.model).make(lambda _: draft)
-    return NoProposer() if draft is None else draft

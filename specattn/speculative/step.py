@@ -21,9 +21,8 @@ from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import beams_of
 from specattn.speculative.level import Level
 from specattn.speculative.processing import LogitsProcessing, Processing
-from specattn.speculative.proposer import StepViews
 from specattn.speculative.sampling import SamplingBatch
-from specattn.speculative.step_buffers import StepBuffers
+from specattn.speculative.step_buffers import StepBuffers, StepViews
 from specattn.speculative.validation import check_features, check_logits
 from specattn.speculative.verify import over_target_vocabulary
 

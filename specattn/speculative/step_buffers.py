@@ -1,9 +1,9 @@
-"""The static buffers of a step: what its phases hand on."""
+"""The static buffers of a step, and what its proposer sees."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,15 @@ from specattn.buffers import BufferSet, buf
 from specattn.plan import causal_words, mask_words
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from specattn.attention.multi_step import Indices
+    from specattn.cache.slot_table import RequestTable
+    from specattn.config import SpecConfig
+    from specattn.speculative.states import RequestStates
     from specattn.speculative.step_setup import StepSetup
+
+T = TypeVar("T")
 
 
 def _no_node(setup: StepSetup) -> Tensor:
@@ -115,3 +123,67 @@ class StepBuffers(BufferSet):
         return AcceptResult(
             self.accept_index, self.accept_tokens, self.accept_lens, self.bonus_tokens
         )
+
+
+@dataclass(frozen=True)
+class StepViews:
+    """A step of B requests, as its proposer finds it.
+
+    Parameters
+    ----------
+    config : SpecConfig
+        Width and depth of the tree.
+    table : RequestTable
+        Rows and slots of the requests.
+    states : RequestStates
+        What steps leave for each other.
+    buffers : StepBuffers
+        The step's: rows, lengths, the window of slots, positions, roots, how requests draw, and,
+        for `BoundProposer.absorb`, the target's features along the accepted path.
+    indices : {"table", "csr"}
+        What draft steps read; see `MultiStepDraftBackend`.
+    arena : dict of str to object
+        What steps of all batch sizes share, by name; see `shared`.
+    """
+
+    config: SpecConfig
+    table: RequestTable
+    states: RequestStates
+    buffers: StepBuffers
+    indices: Indices = "table"
+    arena: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.buffers.seq_lens)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the buffers."""
+        return self.table.req_to_token.device
+
+    def shared(self, name: str, make: Callable[[], T]) -> T:
+        """Return what all batch sizes share, made by the first."""
+        if name not in self.arena:
+            self.arena[name] = make()
+        found: T = self.arena[name]
+        return found
+
+    def buffer(self, name: str, row: Tensor) -> Tensor:
+        """Return a static buffer of the proposer's own.
+
+        Those of all batch sizes lie in the memory of the largest.
+
+        Parameters
+        ----------
+        name : str
+            Unlike that of any other buffer.
+        row : Tensor
+            What every row holds at first.
+
+        Returns
+        -------
+        Tensor
+            ``[B, *row.shape]`` on the step's device.
+        """
+        rows = (len(self), *[1] * row.dim())
+        return self.shared(name, lambda: row.to(self.device).repeat(rows))[: len(self)]

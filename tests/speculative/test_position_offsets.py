@@ -19,9 +19,9 @@ from specattn import (
     StateDims,
     StepDecoder,
 )
+from specattn.speculative.drafts import draft_of
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.prefill import Prefill, Prompt
-from specattn.speculative.proposer import draft_of
 from specattn.speculative.standalone import LMDraft
 from specattn.speculative.verify import accept
 from tests.tiny import VOCAB, DenseAttend, TinyBlockDraft, TinyDraft, TinyTarget

@@ -1,0 +1,49 @@
+"""Drafts and their proposers, or nothing at all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specattn.speculative.block import BlockDraftModel
+from specattn.speculative.dflash import DFlashProposer
+from specattn.speculative.eagle import EagleProposer
+from specattn.speculative.model import DraftModel, ModelSlot
+from specattn.speculative.proposer import BoundProposer, Proposer, ProposerFactory
+
+if TYPE_CHECKING:
+    from specattn.speculative.proposer import Proposal
+    from specattn.speculative.step_buffers import StepViews
+
+#: What an engine takes to draft: a model, or what makes a proposer.
+Draft = DraftModel | BlockDraftModel | ProposerFactory
+
+
+class NoProposer(Proposer):
+    """Proposes nothing: of plain decoding without a draft."""
+
+    def bind(self, step: StepViews) -> BoundProposer:
+        """Return what does nothing."""
+        return _BoundNothing(self, step)
+
+
+class _BoundNothing(BoundProposer):
+    reads_path = False
+
+    def propose(self) -> Proposal:
+        raise NotImplementedError("plain decoding drafts nothing")
+
+
+def draft_of(draft: Draft | None) -> ProposerFactory:
+    """Return what makes the proposer of a draft; None is plain decoding."""
+    if draft is None:
+        return NoProposer()
+    if isinstance(draft, ProposerFactory):
+        return draft
+    return (DFlashProposer if isinstance(draft, BlockDraftModel) else EagleProposer)(draft)
+
+
+def as_proposer(draft: ModelSlot[Any] | Proposer | None) -> Proposer:
+    """Return the proposer of a draft model, or what is one."""
+    if isinstance(draft, ModelSlot):
+        return draft_of(draft.model).make(lambda _: draft)
+    return NoProposer() if draft is None else draft
