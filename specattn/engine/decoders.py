@@ -37,10 +37,10 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         Those whose decoders are made now.
     buckets : sequence of int
         Batch sizes to capture.
-    sampled, processed : bool
-        Levels that are captured now; see `specattn.engine.engine.Engine`.
     own : sequence of LogitsProcessor
         Those of the user, which requests may ask for.
+    sampled, processed : bool
+        Levels that are captured now; see `specattn.engine.engine.Engine`.
 
     Attributes
     ----------
@@ -53,10 +53,10 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         setup: StepSetup,
         configs: Sequence[SpecConfig],
         buckets: Sequence[int],
+        own: Sequence[LogitsProcessor],
         *,
         sampled: bool,
         processed: bool,
-        own: Sequence[LogitsProcessor] = (),
     ) -> None:
         super().__init__()
         self._setup, self._buckets, self._own = setup, buckets, own

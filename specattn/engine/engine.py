@@ -155,6 +155,13 @@ class Engine:
         eagerly if that fails, and a warning is logged; so it is where memory runs out.
     """
 
+    # whether launched steps are still here because another launch failed
+    _kept = False
+    # when the last one was handed out
+    _collected_at = 0.0
+    # whether a call changes the books; an interrupt that nothing undid leaves it so
+    _changing = False
+
     def __init__(
         self,
         target: TargetModel,
@@ -178,83 +185,46 @@ class Engine:
         kv_scales: tuple[Scales, Scales] = (None, None),
         **options: Unpack[EngineKeywords],
     ) -> None:
-        drafts = draft_of(draft)
+        drafts, self._ranks = draft_of(draft), Ranks(target)
         config, *configs = (one.reserving(drafts.draft_len(one)) for one in (config, *configs))
-        self.config = config
+        self.config, texts, own = config, Texts.of(tokenizer, detokenize), tuple(processors)
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
-        texts, self._ranks = Texts.of(tokenizer, detokenize), Ranks(target)
         self.configs = SpeculativeConfigs(
             (config, *configs), policy, self.buckets, ranks=self._ranks
         )
-        target = for_context(target, config.max_context_len)
-        if config.max_context_len > target.max_context_len:
-            log.warning(
-                "max_context_len %d is above the target's %d: positions from there on are none it "
-                "was trained on",
-                config.max_context_len,
-                target.max_context_len,
-            )
         pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
         slots = pages * config.page_size if num_slots is None else num_slots
-        self.table = SlotTable(
-            max_num_reqs=config.max_num_reqs,
-            max_context_len=config.max_context_len,
-            num_slots=slots,
-            page_size=config.page_size,
-            device=target.device,
-        )
-        pool = partial(KVPool, num_slots=slots, device=target.device, kv_dtype=kv_dtype)
-        slot = partial(ModelSlot.of, backend=backend, deterministic=deterministic)
-        self.target: ModelSlot[TargetModel] = slot(target, pool(target.layers, scales=kv_scales[0]))
-        if not self.configs.speculative:
-            drafts = NoProposer()
-        self.proposer = drafts.make(
-            lambda model: slot(
-                for_context(model, config.max_context_len),
-                pool(model.layers, scales=kv_scales[1]),
-            )
-        )
+        self.table = _table(config, slots, target.device)
+        slot = partial(_slot, config, slots, target.device, kv_dtype)
+        slot = partial(slot, backend=backend, deterministic=deterministic)
+        self.target: ModelSlot[TargetModel] = slot(target, scales=kv_scales[0])
+        _warn_beyond_training(self.target.model, config)
+        drafts = drafts if self.configs.speculative else NoProposer()
+        self.proposer = drafts.make(partial(slot, scales=kv_scales[1]))
         self._plans_on_host = plans_on_host(self.target, self.draft)
         widest = self.configs.widest
         dims = StateDims(self.proposer.state_fields(widest))
         self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, target.device)
-        self.scheduler = Scheduler(
-            self.table, self.configs, target.eos_token_ids, texts, self.proposer.read_ahead
-        )
-        limit, own = config.max_context_len, tuple(processors)
-        self._intake = Intake(target, limit, texts, own, self._ranks)
+        eos = self.target.model.eos_token_ids
+        self.scheduler = Scheduler(self.table, self.configs, eos, texts, self.proposer.read_ahead)
         prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
         self._prompts = PromptRunner(prefill, self.states, self.scheduler)
+        self._intake = Intake(self.target.model, config.max_context_len, texts, own, self._ranks)
         between = self._plans_on_host or options.get("validate") == "debug"
         cudagraph = cudagraph or ("piecewise" if between else "full")
         steps = StepOptions(record=graphs, cudagraph=cudagraph, recorder=Recorder(), **options)
-        self._ranks.agree(
-            "the settings of an Engine",
-            [
-                *(self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name),
-                *(cudagraph, graphs, sampled, processed, steps.indices),
-                [one.name for one in own],
-                *(steps.validate, deterministic, steps.tbo, draft is not None),
-            ],
-        )
+        sizes = self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name
+        asked = [one.name for one in own], sampled, processed, deterministic, draft is not None
+        self._ranks.agree("the settings of an Engine", (sizes, asked, steps.settings))
+        setup = StepSetup(self.target, self.proposer, config, self.table, self.states, steps)
         self._decoders = Decoders(
-            StepSetup(self.target, self.proposer, config, self.table, self.states, steps),
-            self.configs.all,
-            self.buckets,
-            sampled=sampled,
-            processed=processed,
-            own=own,
+            setup, self.configs.all, self.buckets, own, sampled=sampled, processed=processed
         )
         self._counters = EngineCounters(self.configs.all)
         # launched and not handed out: the groups of one step
         self._steps: list[LaunchedStep] = []
-        # whether they are still here because another launch failed
-        self._kept = False
-        self._collected_at = 0.0
         self._lock = RLock()
-        # whether a call changes the books; an interrupt that nothing undid leaves it so
-        self._changing = False
 
     @property
     def draft(self) -> ModelSlot[Any] | None:
@@ -692,3 +662,41 @@ class Engine:
         for decoder in self._decoders.values():
             decoder.settle()
         self._changing = False
+
+
+def _table(config: SpecConfig, num_slots: int, device: torch.device) -> SlotTable:
+    """Return a table of a config's sizes."""
+    return SlotTable(
+        max_num_reqs=config.max_num_reqs,
+        max_context_len=config.max_context_len,
+        num_slots=num_slots,
+        page_size=config.page_size,
+        device=device,
+    )
+
+
+def _slot(
+    config: SpecConfig,
+    num_slots: int,
+    device: torch.device,
+    kv_dtype: torch.dtype | None,
+    model: Any,
+    *,
+    scales: Scales,
+    backend: str | BackendFactory,
+    deterministic: bool,
+) -> ModelSlot[Any]:
+    """Give a model a pool, and attention over it, for a config's contexts."""
+    model = for_context(model, config.max_context_len)
+    pool = KVPool(model.layers, num_slots, device, kv_dtype=kv_dtype, scales=scales)
+    return ModelSlot.of(model, pool, backend, deterministic=deterministic)
+
+
+def _warn_beyond_training(target: TargetModel, config: SpecConfig) -> None:
+    if config.max_context_len > target.max_context_len:
+        log.warning(
+            "max_context_len %d is above the target's %d: positions from there on are none it "
+            "was trained on",
+            config.max_context_len,
+            target.max_context_len,
+        )

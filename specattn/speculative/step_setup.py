@@ -135,6 +135,11 @@ class StepOptions:
         if self.validate == "debug" and self.tbo:
             raise ValueError("validate='debug' looks at a whole batch's tree, which tbo splits")
 
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What ranks that run the same steps have in common."""
+        return self.record, self.cudagraph, self.indices, self.validate, self.tbo
+
 
 @dataclass(frozen=True)
 class StepSetup:
