@@ -231,11 +231,6 @@ class RunningRequest:
         """Whether it has ended."""
         return bool(self.result.finish_reason)
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether it may go on after the step in flight."""
-        return len(self.result.tokens) + 1 < self.request.max_new_tokens
-
     def append(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Append tokens up to whatever ends the request; returns those kept.
 

@@ -184,8 +184,9 @@ class Scheduler:
         step in flight, ``config`` of ``group``, and all that may go on have room and slots for
         both.
         """
-        going = [one for one in self.running if one.goes_on]
-        if not going or not set(group).issuperset(self.running):
+        running = self.running
+        going = [one for one in running if len(one.result.tokens) + 1 < one.request.max_new_tokens]
+        if not going or not set(group).issuperset(running):
             return {}
         gain = config.num_steps + 1
         rooms = [self.table.max_context_len - gain - one.length for one in going]

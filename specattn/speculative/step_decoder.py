@@ -315,7 +315,7 @@ class StepDecoder(ReadOnly):
         """
         self._check_free()
         self._check_table()
-        steps, asked, rows = self._in_flight, len(rows), tuple(rows)
+        steps, asked = self._in_flight, len(rows)
         if between is not None and self.cudagraph == "full":
             raise ValueError(
                 "nothing comes between the parts of one graph; see cudagraph='piecewise'"
@@ -323,16 +323,12 @@ class StepDecoder(ReadOnly):
         if grammars is not None and len(grammars) != asked:
             raise ValueError(f"grammars must be one per row, {asked}, got {len(grammars)}")
         trees = self._checked_trees(trees, asked)
-        steps.begin()
         if not rows:
             rows, seq_lens_cpu = (0,), torch.zeros(1, dtype=torch.int32)
+        rows = self._checked_rows(rows, seq_lens_cpu)
+        steps.begin()
         if self._plans:
             self._check_read(rows)
-        if seq_lens_cpu is not None:
-            check_lens(seq_lens_cpu, len(rows))
-        if self._good != rows:
-            check_rows(rows, self._known, steps.host.rows.shape[1])
-            self._good = rows
         level = Level.SAMPLED if sampled else Level.GREEDY
         level = Level.PROCESSED if processed else level
         level = Level.CONSTRAINED if grammars is not None else level
@@ -346,8 +342,7 @@ class StepDecoder(ReadOnly):
             if part is parts[0]:
                 steps.write_rows(rows, captured.bucket)
                 if trees is not None:
-                    assert isinstance(captured.program, StepLaunch)
-                    captured.program.write_trees(trees)
+                    _launch(captured).write_trees(trees)
             elif between is not None:
                 self._let_work(rows, partial(between, part))
             if grammars and part.has(ForwardMode.TARGET_VERIFY):
@@ -391,11 +386,8 @@ class StepDecoder(ReadOnly):
             If one of ``trees`` is malformed.
         """
         self._check_free()
-        rows = tuple(rows)
         trees = self._checked_trees(trees, len(rows))
-        if seq_lens_cpu is not None:
-            check_lens(seq_lens_cpu, len(rows))
-        check_rows(rows, self._known, self._in_flight.host.rows.shape[1])
+        rows = self._checked_rows(rows, seq_lens_cpu)
         host = HostBuffers.alloc(1, len(rows), self._width, self._in_flight.host.entry.device)
         host.rows[0] = torch.tensor(rows)
         launch = StepMemory(self.setup, host, len(rows)).launch(len(rows))
@@ -433,10 +425,19 @@ class StepDecoder(ReadOnly):
 
     def _check_tree(self, captured: Captured, found: TakingPart) -> None:
         """Check the tree of who takes part; waits for the device."""
-        assert isinstance(captured.program, StepLaunch)
-        (step,) = captured.program.steps
+        (step,) = _launch(captured).steps
         tree = DraftTree(*(value[found.at] for value in vars(step.tree).values()))
         check_tree(tree, found.seq_lens, self.config, self.target.model.vocab_size)
+
+    def _checked_rows(self, rows: Sequence[int], seq_lens_cpu: Tensor | None) -> tuple[int, ...]:
+        """Check rows, unless they are the last ones, and their lengths."""
+        found = tuple(rows)
+        if seq_lens_cpu is not None:
+            check_lens(seq_lens_cpu, len(found))
+        if self._good != found:
+            check_rows(found, self._known, self._in_flight.host.rows.shape[1])
+            self._good = found
+        return found
 
     def _checked_trees(
         self, trees: Sequence[HostTree] | None, asked: int
@@ -460,8 +461,7 @@ class StepDecoder(ReadOnly):
         self, captured: Captured, rows: tuple[int, ...], grammars: Sequence[Grammar | None]
     ) -> None:
         """Fill the bitmasks of requests with a grammar; waits for the trees."""
-        assert isinstance(captured.program, StepLaunch)
-        for step, which in captured.program.by_step():
+        for step, which in _launch(captured).by_step():
             fill_bitmasks(step, rows[which], grammars[which])
 
     def _let_work(self, rows: tuple[int, ...], work: Callable[[], object]) -> None:
@@ -537,3 +537,8 @@ class StepDecoder(ReadOnly):
         words = bitmask_words(self.target.model.vocab_size)
         shape = batch, self.config.num_draft_tokens, words
         return torch.full(shape, -1, dtype=torch.int32, device=self.setup.device)
+
+
+def _launch(captured: Captured) -> StepLaunch:
+    assert isinstance(captured.program, StepLaunch)
+    return captured.program
