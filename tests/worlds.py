@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.batch import ForwardMode
+from specattn.batch import DraftTree, ForwardMode
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
@@ -21,6 +21,7 @@ from tests.tiny import TinyDraft, TinyTarget
 
 if TYPE_CHECKING:
     from specattn.buffers import BufferSet
+    from specattn.speculative.launch import StepLaunch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["torch_native", "triton"] if DEVICE.type == "cuda" else ["torch_native"]
@@ -34,6 +35,11 @@ def part_of(mode: ForwardMode) -> StepPart:
     return StepPart(mode)
 
 
+def place_of(tree: DraftTree) -> tuple[int, int]:
+    """Where a step's tree is: buckets share memory, halves do not."""
+    return tree.tokens.data_ptr(), len(tree.tokens)
+
+
 @dataclass
 class World:
     """A piecewise decoder over pools whose unreserved slots hold NaN."""
@@ -42,8 +48,8 @@ class World:
     table: SlotTable
     pools: tuple[KVPool, KVPool]
     rows: list[int]
-    # a copy of what the target gave last, by batch size
-    logits: dict[int, torch.Tensor]
+    # a copy of what the target gave last, by `place_of` its tree
+    logits: dict[tuple[int, int], torch.Tensor]
 
     def poison(self, lens: list[int]) -> None:
         """Random KV in the committed prefixes of ``lens``, NaN everywhere else."""
@@ -69,8 +75,7 @@ class World:
             captured.program.run()
         else:
             decoder.runner.replay(part, captured)
-        (step,) = captured.program.steps
-        found = self.left(mode, step, size)
+        found = self.left(mode, captured.program, size)
         if mode is ForwardMode.DRAFT_EXTEND:
             decoder._in_flight.launched(size, tuple(self.rows[:size])).wait()
         return {name: value.clone() for name, value in found.items()}
@@ -84,9 +89,15 @@ class World:
         for name in _DRAFT_STATE & values.keys():
             states.drafting[name][rows] = values[name].to(states.drafting[name].dtype)
         decoder._in_flight.write_rows(rows, captured.bucket)
-        (step,) = captured.program.steps
+        for step, which in captured.program.by_step():
+            mine = {name: value[which] for name, value in values.items()}
+            self.begin_half(step, mine)
+
+    def begin_half(self, step: Step, values: dict) -> None:
+        """Put in a step's inputs; one of two halves may have padding alone."""
         step.begin()
         written = {n: v for n, v in values.items() if n not in _DRAFT_STATE}
+        size = max((len(value) for value in written.values()), default=0)
         if "words" in values:
             step.draft()
         if "accept_lens" in values:
@@ -100,25 +111,31 @@ class World:
             step.buffers.last_rows.copy_(ends)
             written["accept_tokens"] = written.pop("tokens")
             written["last_rows"] = ends[:size] + counts - 1
-            written["after"] = torch.tensor(lens, device=DEVICE) + counts
+            written["after"] = step.buffers.seq_lens[:size] + counts
             written["bonus_tokens"] = written["accept_tokens"].gather(1, counts[:, None] - 1)[:, 0]
         for name, value in written.items():
             buffer = getattr(step.buffers, name)
             buffer[:size] = value.to(buffer.dtype)
 
-    def left(self, mode: ForwardMode, step: Step, size: int) -> dict[str, torch.Tensor]:
+    def left(self, mode: ForwardMode, launch: StepLaunch, size: int) -> dict[str, torch.Tensor]:
         """What a part leaves for its requests."""
         if mode is ForwardMode.TARGET_VERIFY:
             # what is accepted of it follows the draft's links, which are not given
-            return {"logits": self.logits[len(step.packed)][:size]}
+            kept = [self.logits[place_of(step.tree)] for step in launch.steps]
+            return {"logits": torch.cat(kept)[:size]}
         if mode is ForwardMode.DRAFT_DECODE:
-            return {name: value[:size] for name, value in vars(step.tree).items()}
+            trees = [vars(step.tree) for step in launch.steps]
+            return {name: torch.cat([tree[name] for tree in trees])[:size] for name in trees[0]}
         states, rows = self.decoder.states, self.rows[:size]
         return {name: states.tensors()[name][rows] for name in (*_DRAFT_STATE, "seq_lens")}
 
+    def steps(self, mode: ForwardMode, bucket: int) -> tuple[Step, ...]:
+        """What was captured for a bucket: two halves with ``tbo``."""
+        return self.decoder.runner._captured[part_of(mode)][bucket].program.steps
+
     def step(self, mode: ForwardMode, bucket: int) -> Step:
-        """What was captured for a bucket."""
-        (step,) = self.decoder.runner._captured[part_of(mode)][bucket].program.steps
+        """What was captured for a bucket, whole."""
+        (step,) = self.steps(mode, bucket)
         return step
 
 
@@ -133,6 +150,7 @@ def world(
     window=9,
     kv_dtype=None,
     validate="off",
+    tbo=False,
 ) -> World:
     target = TinyTarget(device=DEVICE, window=window, dtype=dtype)
     draft = TinyDraft(device=DEVICE, dtype=dtype)
@@ -153,13 +171,14 @@ def world(
     states = RequestStates.alloc(
         len(table.req_to_token), StateDims.of(draft, config.topk, draft_sampling=False), DEVICE
     )
-    kept: dict[int, torch.Tensor] = {}
+    kept: dict[tuple[int, int], torch.Tensor] = {}
 
     def keeping(tree, logits, *rest):
         # the first call runs eagerly, so that no buffer belongs to a graph
-        if len(logits) not in kept:
-            kept[len(logits)] = torch.empty_like(logits)
-        kept[len(logits)].copy_(logits)
+        at = place_of(tree)
+        if at not in kept:
+            kept[at] = torch.empty_like(logits)
+        kept[at].copy_(logits)
         return accept(tree, logits, *rest)
 
     decoder = StepDecoder(
@@ -174,6 +193,7 @@ def world(
         cudagraph="piecewise",
         accept=keeping,
         validate=validate,
+        tbo=tbo,
     )
     return World(decoder, table, pools, rows, kept)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.backends.base import CompositeAttention, recordable
+from specattn.backends.base import CompositeAttention, attending
 from specattn.buffers import Fingerprint, fingerprint
 from specattn.checks import as_heads, whole_number
 from specattn.errors import UnsupportedError
@@ -92,7 +92,8 @@ class BoundLayers(CompositeAttention):
     @property
     def graphs(self) -> bool:
         """Whether all that is bound may be recorded in a CUDA graph."""
-        return all(recordable(group.backend, self.plans[group.view]) for group in self._bound)
+        served = (attending(group.backend, self.plans[group.view]) for group in self._bound)
+        return all(backend.capabilities.graphs for backend in served)
 
     def fingerprint(self) -> Fingerprint:
         """Describe the pools and the configs, which a graph bakes in."""

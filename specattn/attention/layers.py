@@ -249,8 +249,10 @@ class LayeredBackend(Layers):
         if prompts:
             rows, lens, slots = inputs.req_pool_indices, inputs.seq_lens, inputs.tail_slots
             plan = ExtendPlan(slots, rows, lens, lens, slots, 1, 1, layout.page_size)
-        names = dict.fromkeys(attending(layer.backend, plan) for layer in self.layers)
-        return ", ".join(names)
+        served = [attending(layer.backend, plan) for layer in self.layers]
+        # a backend that a user made need not have a name
+        names = [getattr(backend, "name", type(backend).__name__) for backend in served]
+        return ", ".join(dict.fromkeys(names))
 
     def with_own_workspace(self) -> LayeredBackend:
         """Return the same layers with own workspaces, to run beside it."""

@@ -351,23 +351,22 @@ class CompositeBackend(ABC):
     """A backend made of others, each with capabilities of its own."""
 
     @abstractmethod
-    def serving(self, plan: Plan) -> tuple[AttentionBackend, ...]:
-        """Return the backends that `bind` binds for ``plan``."""
+    def serving(self, plan: Plan) -> AttentionBackend:
+        """Return the part that a plan is bound to."""
+
+    def bind(self, plan: Plan) -> BoundAttention:
+        """Bind the part that serves the plan, and no other.
+
+        So workspaces exist only where they are used, and a capture touches only what replays use.
+        """
+        return self.serving(plan).bind(plan)
 
 
-def recordable(backend: AttentionBackend, plan: Plan) -> bool:
-    """Whether a CUDA graph may record what ``backend`` binds to ``plan``."""
-    if isinstance(backend, CompositeBackend):
-        return all(recordable(part, plan) for part in backend.serving(plan))
-    return backend.capabilities.graphs
-
-
-def attending(backend: AttentionBackend, plan: Plan) -> str:
-    """Name what attends over a plan, of a composite too."""
-    if isinstance(backend, CompositeBackend):
-        parts = dict.fromkeys(attending(part, plan) for part in backend.serving(plan))
-        return ", ".join(parts)
-    return str(getattr(backend, "name", type(backend).__name__))
+def attending(backend: AttentionBackend, plan: Plan) -> AttentionBackend:
+    """Return what attends over a plan: of a composite, a part."""
+    while isinstance(backend, CompositeBackend):
+        backend = backend.serving(plan)
+    return backend
 
 
 def reasons_of(

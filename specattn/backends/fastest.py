@@ -25,7 +25,7 @@ from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specattn.backends.base import BackendFactory, BoundAttention, Capabilities
+    from specattn.backends.base import BackendFactory, Capabilities
     from specattn.config import AttnConfig
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -230,26 +230,17 @@ class FastestBackend:
 
 @dataclass(frozen=True)
 class FastestLayer(CompositeBackend):
-    """`FastestBackend` for one layer geometry.
-
-    A plan binds the backend that serves it and no other, so that workspaces exist only where they
-    are used.
-    """
+    """`FastestBackend` for one layer geometry."""
 
     config: AttnConfig
     capabilities: Capabilities
     base: AttentionBackend
     faster: tuple[tuple[Choice, Choosy], ...]
 
-    def serving(self, plan: Plan) -> tuple[AttentionBackend]:
+    def serving(self, plan: Plan) -> AttentionBackend:
         """Return the first recorded backend that serves a plan, else the base."""
         if not isinstance(plan, CsrPlan):
             for choice, backend in self.faster:
                 if choice.takes(plan) and not backend.refusals(plan):
-                    return (backend,)
-        return (self.base,)
-
-    def bind(self, plan: Plan) -> BoundAttention:
-        """Bind the backend that serves the plan."""
-        (backend,) = self.serving(plan)
-        return backend.bind(plan)
+                    return backend
+        return self.base

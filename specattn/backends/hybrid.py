@@ -13,7 +13,7 @@ from specattn.plan import ExtendPlan, Plan
 if TYPE_CHECKING:
     import torch
 
-    from specattn.backends.base import AttentionBackend, BackendFactory, BoundAttention
+    from specattn.backends.base import AttentionBackend, BackendFactory
     from specattn.config import AttnConfig
 
 
@@ -99,22 +99,13 @@ class HybridBackend:
 
 @dataclass(frozen=True)
 class HybridLayer(CompositeBackend):
-    """`HybridBackend` for one layer geometry: its backends by phase.
-
-    A phase binds the backend that serves it and no other, so capturing a forward touches only
-    what its replays use.
-    """
+    """`HybridBackend` for one layer geometry: its backends by phase."""
 
     config: AttnConfig
     capabilities: Capabilities
     phases: dict[Phase, AttentionBackend]
 
-    def serving(self, plan: Plan) -> tuple[AttentionBackend]:
+    def serving(self, plan: Plan) -> AttentionBackend:
         """Return the backend of the plan's phase."""
         phase = Phase.PREFILL if isinstance(plan, ExtendPlan) else plan.layout.phase
-        return (self.phases[phase],)
-
-    def bind(self, plan: Plan) -> BoundAttention:
-        """Bind the backend of the plan's phase."""
-        (backend,) = self.serving(plan)
-        return backend.bind(plan)
+        return self.phases[phase]

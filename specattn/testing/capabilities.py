@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specattn.backends.base import recordable
+from specattn.backends.base import attending
 from specattn.config import FLOAT8
 from specattn.errors import UnsupportedError
 from specattn.testing.oracle import Case, ConformanceError, unwritten
@@ -81,7 +81,7 @@ def host_mirror(setting: Setting) -> None:
 
 
 def _require_graphs(session: Session) -> None:
-    if not recordable(session.backend, session.plan):
+    if not attending(session.backend, session.plan).capabilities.graphs:
         raise UnsupportedError("this check", ["the backend declares no graphs for this plan"])
 
 

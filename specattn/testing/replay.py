@@ -8,9 +8,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from specattn.attention.layers import LayeredBackend
-from specattn.backends.tbo import some_requests
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import UnsupportedError
 from specattn.plan import ExtendPlan, Plan
@@ -21,8 +21,6 @@ from specattn.testing.setting import MODES, Mode, Setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from torch import Tensor
 
     from specattn.testing.oracle import Case
 
@@ -288,14 +286,11 @@ def idle(setting: Setting) -> None:
 
 def _empty(setting: Setting, mode: Mode) -> Plan:
     plan = plan_of(setting.case(mode, [1]))
+    of_requests: dict[str, Any] = {
+        name: value[: int(name.endswith("indptr"))]
+        for name, value in vars(plan).items()
+        if isinstance(value, Tensor) and name not in ("req_to_token", "kv_indices")
+    }
     if isinstance(plan, ExtendPlan):
-        return replace(
-            plan,
-            req_pool_indices=plan.req_pool_indices[:0],
-            seq_lens=plan.seq_lens[:0],
-            qo_indptr=plan.qo_indptr[:1],
-            out_slots=plan.out_slots[:, :0],
-            max_q_len=0,
-            max_seq_len=0,
-        )
-    return some_requests(plan, slice(0, 0))
+        of_requests |= {"out_slots": plan.out_slots[:, :0], "max_q_len": 0, "max_seq_len": 0}
+    return replace(plan, **of_requests)

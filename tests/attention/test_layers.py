@@ -9,7 +9,6 @@ import torch
 
 from specattn.attention.layers import LayeredBackend
 from specattn.backends.hybrid import hybrid
-from specattn.backends.tbo import tbo
 from specattn.cache.kv_pool import KVPool
 from specattn.config import FLOAT8, AttnConfig, KVScales
 from specattn.testing.session import config_of, plan_of
@@ -32,7 +31,7 @@ def new_heads(config: AttnConfig, count: int, seed: int) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize(
     "backend",
-    ["torch_native", "triton", hybrid(prefill="torch_native", decode="triton"), tbo("triton")],
+    ["torch_native", "triton", hybrid(prefill="torch_native", decode="triton")],
     ids=lambda backend: getattr(backend, "name", backend),
 )
 def test_what_a_model_has_stored_itself_is_read(backend):

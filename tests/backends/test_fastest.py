@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from specattn.attention import Attention
 from specattn.attention.layers import LayeredBackend
 from specattn.backends import choose_backend, fastest, load_backend
-from specattn.backends.base import recordable
+from specattn.backends.base import attending
 from specattn.backends.fastest import Choice, FastestBackend
 from specattn.backends.flash_attn import Fa3Backend
 from specattn.backends.flashmla import FlashMlaBackend
@@ -234,7 +234,7 @@ def test_one_layer_that_is_refused_leaves_the_choice_to_others(hopper):
 def test_prompts_alone_go_to_fa3(plan, name, called):
     _, base = called("fa3", "base")
     layer = FastestBackend(base, (PROMPTS,))(HEADS, CPU)
-    assert layer.serving(plan)[0].name == name
+    assert layer.serving(plan).name == name
 
 
 @pytest.mark.parametrize(
@@ -254,19 +254,19 @@ def test_prompts_alone_go_to_fa3(plan, name, called):
 def test_chains_and_decode_alone_go_to_flashmla(plan, name, called):
     _, base = called("flashmla", "base")
     layer = FastestBackend(base, (DECODE, CHAINS))(LATENT, CPU)
-    assert layer.serving(plan)[0].name == name
+    assert layer.serving(plan).name == name
 
 
 def test_index_lists_stay(called):
     _, base = called("fa3", "base")
     plan = CsrPlan(RowLayout(1, 1, Phase.DRAFT), *torch.zeros(3, 1, 2, dtype=torch.int32)[:, 0])
-    assert FastestBackend(base, (PROMPTS,))(HEADS, CPU).serving(plan)[0].name == "base"
+    assert FastestBackend(base, (PROMPTS,))(HEADS, CPU).serving(plan).name == "base"
 
 
 def test_a_plan_that_is_refused_stays(called):
     fa3, base = called("fa3", "base")
     fa3.refusals = lambda self, plan: ["a table of 2^31 entries"]
-    assert FastestBackend(base, (PROMPTS,))(HEADS, CPU).serving(prompts())[0].name == "base"
+    assert FastestBackend(base, (PROMPTS,))(HEADS, CPU).serving(prompts()).name == "base"
 
 
 def test_an_engine_sends_prompts_there_and_nothing_else(called):
@@ -303,8 +303,8 @@ def test_a_capture_asks_whoever_serves(called):
     fa3, base = called("fa3", "base", graphs=True)
     fa3.capabilities = replace(fa3.capabilities, graphs=False)
     layer = FastestBackend(base, (PROMPTS,))(HEADS, CPU)
-    assert not recordable(layer, prompts())
-    assert recordable(layer, tree(6, 1))
+    assert not attending(layer, prompts()).capabilities.graphs
+    assert attending(layer, tree(6, 1)).capabilities.graphs
 
 
 def test_prompts_of_an_engines_table_and_its_draft_extends(called):
@@ -342,7 +342,7 @@ def test_results_are_those_of_one_backend(latent, monkeypatch):
         choice = PROMPTS
     layer = FastestBackend(load_backend("torch_native"), (choice,))(config_of(case), HERE)
     plan = plan_of(case)
-    assert layer.serving(plan)[0].name == kind.name
+    assert layer.serving(plan).name == kind.name
     bound = layer.bind(plan)
     bound.fill()
     bound.run(case.q, case.k_cache, case.v_cache, case.out, case.lse)

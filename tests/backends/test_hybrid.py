@@ -9,7 +9,6 @@ from specattn.attention.layers import LayeredBackend
 from specattn.backends import available
 from specattn.backends.base import Capabilities
 from specattn.backends.hybrid import hybrid
-from specattn.backends.tbo import tbo
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.backends.triton import TritonBackend
 from specattn.batch import ForwardMode
@@ -112,8 +111,9 @@ def test_greedy_speculation_changes_no_token():
     target, draft = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
     one, other = spy("a"), spy("b")
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    for backend in (hybrid(prefill=one, decode=other), hybrid(prefill=one, decode=tbo(other))):
-        engine = Engine(target, draft, TREE, backend=backend)
+    for tbo in (False, True):
+        backend = hybrid(prefill=one, decode=hybrid(prefill=other, decode=other))
+        engine = Engine(target, draft, TREE, backend=backend, tbo=tbo)
         requests = [Request(prompt[:n], max_new_tokens=12, ignore_eos=True) for n in (8, 3)]
         for request, result in zip(requests, engine.generate(requests), strict=True):
             assert list(result.tokens) == dense_greedy(target, list(request.prompt), 12)
@@ -131,9 +131,9 @@ def test_a_phase_is_recorded_if_its_backend_can_be():
     }
     assert layered("triton").bind(plan_of(ForwardMode.DRAFT_EXTEND)).graphs
     assert not layered("torch_native").bind(plan_of(ForwardMode.DECODE)).graphs
-    split = layered(tbo("torch_native", ("triton", "torch_native,triton")))
-    assert split.bind(plan_of(ForwardMode.TARGET_VERIFY)).graphs
-    assert not split.bind(plan_of(ForwardMode.DRAFT_EXTEND)).graphs
+    nested = layered(hybrid(prefill="torch_native,triton", decode="torch_native,triton"))
+    assert nested.bind(plan_of(ForwardMode.TARGET_VERIFY)).graphs
+    assert not nested.bind(plan_of(ForwardMode.DRAFT_EXTEND)).graphs
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from specattn.backends import (
     register_backend,
 )
 from specattn.backends.hybrid import hybrid
-from specattn.backends.tbo import tbo
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.cli.app import app
 from specattn.cli.backends import capability_table
@@ -209,11 +208,6 @@ def test_a_composite_that_cannot_run_names_the_part(refusing):
         "prefill triton: no such luck",
         "verify triton: no such luck",
     )
-    with pytest.raises(UnsupportedError) as caught:
-        choose_backend(tbo("torch_native", ("triton", "torch_native")), [HEADS], CPU)
-    assert caught.value.reasons == ("first half triton: no such luck",)
-    with pytest.raises(UnsupportedError, match=r"'tbo\(triton\)' on cpu: primary triton: no such"):
-        choose_backend(tbo("triton"), [HEADS], CPU)
 
 
 def test_a_mode_that_is_not_declared_is_refused_by_name(caplog):
@@ -229,7 +223,7 @@ def test_a_mode_that_is_not_declared_is_refused_by_name(caplog):
 
 
 def test_a_composite_or_class_is_chosen_as_it_is():
-    for backend in (Foreign, hybrid(prefill=Foreign, decode="torch_native"), tbo(Foreign)):
+    for backend in (Foreign, hybrid(prefill=Foreign, decode="torch_native")):
         assert choose_backend(backend, [HEADS], CPU) is backend
 
 

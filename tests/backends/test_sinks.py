@@ -10,7 +10,6 @@ import torch
 from specattn.attention.layers import LayeredBackend
 from specattn.backends import available, backend_names, choose_backend, load_backend
 from specattn.backends.hybrid import hybrid
-from specattn.backends.tbo import tbo
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig
 from specattn.errors import UnsupportedError
@@ -47,7 +46,7 @@ def layered(case, backend, layers):
 
 @pytest.mark.parametrize(
     "backend",
-    ["torch_native", "triton", hybrid(prefill="torch_native", decode="triton"), tbo("triton")],
+    ["torch_native", "triton", hybrid(prefill="torch_native", decode="triton")],
     ids=lambda backend: getattr(backend, "name", backend),
 )
 def test_layers_take_their_own_sinks(backend):

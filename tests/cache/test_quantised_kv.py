@@ -10,7 +10,6 @@ import torch
 from specattn.attention.layers import LayeredBackend
 from specattn.backends import choose_backend
 from specattn.backends.hybrid import hybrid
-from specattn.backends.tbo import tbo
 from specattn.batch import AcceptResult
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, KVScales, SpecConfig
@@ -154,7 +153,6 @@ class RoundedAttend(DenseAttend):
 BACKEND_KINDS = {
     "torch_native": "torch_native",
     "hybrid": hybrid(prefill="torch_native", decode="torch_native"),
-    "tbo": tbo("torch_native"),
 }
 
 

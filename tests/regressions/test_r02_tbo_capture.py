@@ -5,7 +5,7 @@ parts, so the per-size tables of the primary stayed empty: ``KeyError`` at the f
 
 There is no table to forget: capturing a bucket binds both halves, and a replay runs what was
 bound. Buckets of 2, 4 and 8 serve batches of 1 to 8, chains and trees, and equal the unsplit
-backend; a replay's halves hold exactly their rows of the whole.
+steps; a replay's halves hold exactly their rows of the whole.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn.backends.tbo import BoundTbo, tbo
 from specattn.batch import ForwardMode
 from specattn.config import SpecConfig
 from tests.backends.spies import spy
-from tests.worlds import BACKENDS, DEVICE, inputs, part_of, same, world
+from tests.worlds import BACKENDS, DEVICE, MODES, inputs, part_of, same, world
 
 VERIFY = ForwardMode.TARGET_VERIFY
 BUCKETS = [2, 4, 8]
@@ -42,8 +41,8 @@ def verify_inputs(lens: list[int], config: SpecConfig) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize("config", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_captured_size_replays_and_equals_the_unsplit_backend(backend, config):
-    split, whole = world(tbo(backend), BUCKETS, config), world(backend, BUCKETS, config)
+def test_every_captured_size_replays_and_equals_the_unsplit_step(backend, config):
+    split, whole = (world(backend, BUCKETS, config, tbo=tbo) for tbo in (True, False))
     for size in (1, 8, 3, 2, 5, 7, 4, 6):
         lens = lengths(size)
         values = verify_inputs(lens, config)
@@ -55,42 +54,52 @@ def test_every_captured_size_replays_and_equals_the_unsplit_backend(backend, con
     assert not split.decoder.runner.stats.eager
 
 
+@pytest.mark.parametrize("indices", ["table", "csr"])
+@pytest.mark.parametrize("mode", MODES[1:], ids=lambda mode: mode.value)
+def test_drafts_and_their_extends_are_split_alike(mode, indices):
+    split, whole = (world(BACKENDS[-1], [5, 8], indices=indices, tbo=tbo) for tbo in (True, False))
+    for seed, size in enumerate([8, 1, 3, 5]):
+        lens = lengths(size)
+        values = inputs(mode, lens, seed)
+        for one in (split, whole):
+            one.poison(lens)
+        same(split.run(mode, lens, values), whole.run(mode, lens, values))
+    assert not split.decoder.runner.stats.eager
+
+
 @pytest.mark.parametrize("config", TREES.values(), ids=TREES)
 def test_capture_binds_every_part_that_replays_use(config):
-    primary, first, second = spy("primary"), spy("first"), spy("second")
-    one = world(tbo(primary, (first, second)), BUCKETS, config)
-    layers = len(set(one.decoder.target.model.layers))
-    for child in (first, second):
-        assert child.binds.count("verify") == layers * len(BUCKETS)
-    assert primary.binds == [], "nothing here runs unsplit"
-    bound = len(first.binds)
-    first.ran.clear()
-    second.ran.clear()
+    noted = spy("noted")
+    one = world(noted, BUCKETS, config, tbo=True)
+    kinds = len(set(one.decoder.target.model.layers))
+    assert noted.binds.count("verify") == 2 * kinds * len(BUCKETS)
+    bound = len(noted.binds)
+    noted.ran.clear()
     lens = lengths(3)
     one.poison(lens)
     one.run(VERIFY, lens, verify_inputs(lens, config))
-    assert len(first.binds) == bound, "a replay binds nothing"
-    nodes = config.num_draft_tokens
-    ran = set(first.ran[-layers:]), set(second.ran[-layers:])
-    assert ran == ({2 * nodes}, {2 * nodes})
+    assert len(noted.binds) == bound, "a replay binds nothing"
+    layers = len(one.decoder.target.model.layers)
+    assert noted.ran[-2 * layers :] == [2 * config.num_draft_tokens] * 2 * layers
+    assert 4 * config.num_draft_tokens not in noted.ran, "nothing here runs unsplit"
 
 
 @pytest.mark.parametrize("config", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_halves_of_a_replay_are_the_rows_of_the_whole(backend, config):
     """Odd batches in an even bucket, and a second half that is all padding."""
-    one = world(tbo(backend), BUCKETS, config)
+    split, whole = (world(backend, BUCKETS, config, tbo=tbo) for tbo in (True, False))
     for size in (5, 3, 1):
         lens = lengths(size)
-        one.poison(lens)
-        one.run(VERIFY, lens, verify_inputs(lens, config))
+        for one in (split, whole):
+            one.poison(lens)
+            one.run(VERIFY, lens, verify_inputs(lens, config))
         bucket = next(b for b in BUCKETS if b >= size)
-        attention = one.step(VERIFY, bucket).verify_attention
-        for bound in attention.bounds:
-            assert isinstance(bound, BoundTbo)
-            for name in ("req_pool_indices", "seq_lens", "positions", "tail_slots", "tail_words"):
-                first, second = (getattr(plan, name) for plan in bound.plans)
-                whole = getattr(attention.plan, name)
-                assert torch.equal(torch.cat([first, second]), whole), name
-                assert len(first) == bucket // 2
-            assert sum(int(plan.seq_lens.sum()) for plan in bound.plans) == sum(lens)
+        first, second = (step.verify_attention.plan for step in split.steps(VERIFY, bucket))
+        wanted = whole.step(VERIFY, bucket).verify_attention.plan
+        for name in ("req_pool_indices", "seq_lens", "positions", "tail_slots", "tail_words"):
+            halves = getattr(first, name), getattr(second, name)
+            # an unsplit step's padding keeps what ran there before
+            assert torch.equal(torch.cat(halves)[:size], getattr(wanted, name)[:size]), name
+            assert len(halves[0]) == bucket // 2
+        assert sum(int(plan.seq_lens.sum()) for plan in (first, second)) == sum(lens)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn.backends.tbo import tbo
 from specattn.errors import UnsupportedError
 from tests.backends.spies import spy
 from tests.regressions.test_r02_tbo_capture import TREES, VERIFY, lengths, verify_inputs
@@ -28,7 +27,7 @@ def run(one, lens: list[int], config, on_host: torch.Tensor | None) -> dict[str,
 @pytest.mark.parametrize("config", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_read_on_the_host_to_split(backend, config):
-    one = world(tbo(backend), [4], config)
+    one = world(backend, [4], config, tbo=True)
     for size in (3, 1, 4):
         lens = lengths(size)
         given = run(one, lens, config, torch.tensor(lens, dtype=torch.int32))
@@ -38,23 +37,24 @@ def test_nothing_is_read_on_the_host_to_split(backend, config):
 
 
 def test_no_lengths_stay_no_lengths():
-    first, second = spy("first"), spy("second")
+    noted = spy("noted")
     config = TREES["tree"]
-    one = world(tbo("torch_native", (first, second)), [4], config)
-    first.scheduled.clear()
-    second.scheduled.clear()
+    one = world(noted, [4], config, tbo=True)
+    noted.scheduled.clear()
     run(one, lengths(3), config, None)
-    assert set(first.scheduled) == set(second.scheduled) == {None}
+    assert set(noted.scheduled) == {None}
 
 
 def test_a_backend_that_plans_on_the_host_gets_its_half_or_says_what_is_missing():
     """Padding included: both halves of a bucket are told as many lengths as they have rows."""
     config, lens = TREES["tree"], lengths(3)
-    first, second = spy("first", host_plan=True), spy("second", host_plan=True)
-    one = world(tbo("torch_native", (first, second)), [4], config)
+    planned = spy("planned", host_plan=True)
+    one = world(planned, [4], config, tbo=True)
+    planned.scheduled.clear()
     good = run(one, lens, config, torch.tensor(lens, dtype=torch.int32))
-    assert (first.scheduled[-1], second.scheduled[-1]) == (lens[:2], [lens[2], 0])
-    with pytest.raises(UnsupportedError, match="backend 'first': needs seq_lens_cpu"):
+    kinds = len(set(one.decoder.target.model.layers))
+    assert planned.scheduled == [lens[:2]] * kinds + [[lens[2], 0]] * kinds
+    with pytest.raises(UnsupportedError, match="backend 'planned': needs seq_lens_cpu"):
         run(one, lens, config, None)
     identical(run(one, lens, config, torch.tensor(lens, dtype=torch.int32)), good)
 
@@ -62,14 +62,13 @@ def test_a_backend_that_plans_on_the_host_gets_its_half_or_says_what_is_missing(
 @pytest.mark.parametrize("config", TREES.values(), ids=TREES)
 def test_masks_are_row_exact_slices(config):
     """Those of padded rows too: they see themselves, and what is before them in a chain."""
-    one = world(tbo("torch_native"), [8], config)
+    one = world("torch_native", [8], config, tbo=True)
     lens, nodes = lengths(3), config.num_draft_tokens
     run(one, lens, config, None)
     given = verify_inputs(lens, config)["words"]
     node = torch.arange(nodes, device=DEVICE)
     causal = (2 << node) - 1
-    (bound, *_) = one.step(VERIFY, 8).verify_attention.bounds
-    first, second = (plan.tail_words for plan in bound.plans)
+    first, second = (step.verify_attention.plan.tail_words for step in one.steps(VERIFY, 8))
     assert torch.equal(first[:3], given)
     for padded in (*first[3:], *second):
         assert (padded[:, 0] >> node & 1).all(), "every node sees itself"

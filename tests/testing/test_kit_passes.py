@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from specattn.backends.hybrid import hybrid
-from specattn.backends.tbo import tbo
 from specattn.errors import UnsupportedError
 from specattn.testing import ConformanceError, Geometry, Tolerances, conformance
 from specattn.testing.cases import make_tree_case
@@ -71,4 +70,3 @@ test_latent_triton = backend_suite(
 test_hybrid = backend_suite(
     hybrid(prefill="torch_native", decode=FIRST), DEVICE, leave_out=OF_PARTS
 )
-test_tbo = backend_suite(tbo(FIRST), DEVICE, leave_out=OF_PARTS)

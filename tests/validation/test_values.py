@@ -27,8 +27,6 @@ from specattn import (
     SpecConfig,
     inspect,
 )
-from specattn.backends.tbo import TboBackend
-from specattn.backends.torch_native import TorchNativeBackend
 from specattn.batch import DraftTree, Phase, RowLayout
 from specattn.cache.staging import StagingRing
 from specattn.checks import whole_number
@@ -196,10 +194,6 @@ CALLS = {
         {"batch": 2},
     ),
     "GraphRunner": (partial(GraphRunner, None), {"buckets": [1, 2], "device": torch.device("cpu")}),
-    "TboBackend": (
-        TboBackend,
-        {"primary": TorchNativeBackend, "children": (TorchNativeBackend, TorchNativeBackend)},
-    ),
     "step": (step, {"row": 5}),
     "Prompt": (prompt, {"row": 1, "tokens": [3, 14], "cached": 1}),
     "tree": (partial(inspect.tree, TREES), {"request": 1}),
@@ -345,7 +339,6 @@ RANGES = [
     ("BufferSet.bind", {"batch": 5}, "0..4, got 5"),
     ("BufferSet.bind", {"batch": -1}, "0..4, got -1"),
     ("GraphRunner", {"buckets": [0]}, "batch sizes of at least 1, got [0]"),
-    ("TboBackend", {"children": (TorchNativeBackend,)}, "2 backends, got 1"),
     ("KVScales.of", {"headroom": 0}, "above 0, got 0"),
     ("KVScales.of", {"headroom": math.nan}, "above 0, got nan"),
     ("mask_indptr", {"num_draft_tokens": 0}, "at least 1, got 0"),

@@ -98,7 +98,7 @@ class OursAuto(Contestant):
         self.out = self.bound.result(self.q, batch.k(pool), batch.v(pool), batch.lse)
 
     def detail(self) -> dict[str, Any]:
-        return {"backend": self.taken}
+        return {"backend": getattr(self.taken, "name", "")}
 
 
 def prompts(batch: Batch) -> ExtendPlan:
