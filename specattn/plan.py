@@ -178,8 +178,7 @@ class CsrPlan:
     layout : RowLayout
         The layout of the step; the lists include its tail.
     kv_indptr : Tensor
-        ``[B * topk + 1]`` int32, offsets into ``kv_indices``. The first is not 0 in a part of a
-        larger batch, which is a view of the whole's offsets.
+        ``[B * topk + 1]`` int32, offsets into ``kv_indices``; the first is 0.
     kv_indices : Tensor
         ``[width]`` int32 slots: the request's prefix, then the branch's ancestors and itself.
     out_slots : Tensor

@@ -66,7 +66,7 @@ class FlashInferMlaBackend(FlashInferLayer):
     def bind(self, plan: Plan) -> BoundAttention:
         """Bind to a causal plan that FlashInfer can plan; refuse others."""
         if isinstance(plan, CsrPlan):
-            return MlaBranches(self, plan)
+            return MlaAttention(self, BranchLists(plan, self.name), 1)
         if isinstance(plan, ExtendPlan):
             return MlaAttention(self, PromptLists(plan), plan.max_q_len)
         if not plan.layout.causal:
@@ -96,17 +96,10 @@ def _geometry(config: AttnConfig) -> list[str]:
 class MlaAttention(Planned):
     """One causal call over a list per request.
 
-    Prompts are eager, all else is planned into buffers that a graph may have recorded. ``indices``
-    is where FlashInfer reads the slots, ``lists.indices`` by default.
+    Prompts are eager, all else is planned into buffers that a graph may have recorded.
     """
 
-    def __init__(
-        self,
-        backend: FlashInferMlaBackend,
-        lists: Lists,
-        q_len: int,
-        indices: Tensor | None = None,
-    ) -> None:
+    def __init__(self, backend: FlashInferMlaBackend, lists: Lists, q_len: int) -> None:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
         super().__init__(backend, lists)
@@ -119,7 +112,7 @@ class MlaAttention(Planned):
                 "use_cuda_graph": True,
                 "qo_indptr": torch.zeros_like(lists.indptr),
                 "kv_indptr": lists.indptr,
-                "kv_indices": lists.indices if indices is None else indices,
+                "kv_indices": lists.indices,
                 "kv_len_arr": lists.indptr[1:].clone(),
             }
         self.wrapper = BatchMLAPagedAttentionWrapper(backend.floats(FLOAT_BYTES), **buffers)
@@ -184,28 +177,3 @@ class MlaAttention(Planned):
             return_lse=lse is not None,
             return_lse_base_on_e=True,
         )
-
-
-class MlaBranches(MlaAttention):
-    """Draft steps from index lists, a query token each."""
-
-    def __init__(self, backend: FlashInferMlaBackend, plan: CsrPlan) -> None:
-        self.plan = plan
-        self.indices = torch.zeros_like(plan.kv_indices)
-        super().__init__(backend, BranchLists(plan, backend.name), 1, self.indices)
-
-    def fill(self) -> None:
-        """Nothing to derive: a step's lists become known after it."""
-
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Attend; see `BoundAttention.run`.
-
-        FlashInfer reads the lists where the host's plan says, counted from the first; a part of a
-        larger batch begins elsewhere, which the device alone knows, so the lists are moved there.
-        """
-        lists = self.plan.kv_indices
-        entries = torch.arange(len(lists), device=lists.device) + self.plan.kv_indptr[0]
-        torch.take(lists, entries.clamp_(max=len(lists) - 1), out=self.indices)
-        super().run(q, k_cache, v_cache, out, lse)

@@ -270,7 +270,7 @@ class BranchLists:
         self.indices = plan.kv_indices
 
     def offsets(self, seq_lens_cpu: Tensor | None) -> Tensor:
-        """Return where each list begins, counted from the plan's first."""
+        """Return where each list begins, on the host."""
         layout, room = self.plan.layout, len(self.indices)
         path = layout.tail // layout.q_len  # ancestors of a branch, itself included
         lens = host_lens(seq_lens_cpu, self.requests // layout.q_len, room, self.backend)
@@ -282,7 +282,7 @@ class BranchLists:
         return offsets
 
     def fill(self) -> None:
-        """Take the offsets as they are: a part's begin elsewhere."""
+        """Take the offsets as they are: the lists follow."""
         self.indptr.copy_(self.plan.kv_indptr)
 
 

@@ -391,7 +391,6 @@ def make_lists_case(
     step: int,
     pads: int = 0,
     width: int = 0,
-    begin: int = 0,
     **form: Any,
 ) -> Case:
     """Build draft step ``step``: branches list prefix, ancestors and themselves.
@@ -406,8 +405,6 @@ def make_lists_case(
         Padding requests at the end; their branches list slot 0.
     width : int
         Entries of ``kv_indices``; a few more than needed if 0.
-    begin : int
-        Entries of others before the first list.
     **form
         The fields of `Form`.
     """
@@ -424,19 +421,15 @@ def make_lists_case(
         pads * topk
     )
     stale = len(tree.k_cache) - 1
-    args = _csr(lists, stale, width or begin + sum(map(len, lists)) + 3, begin)
+    args = _csr(lists, stale, width or sum(map(len, lists)) + 3)
     device = tree.q.device
     return replace(tree, kind="lists", args={n: t.to(device) for n, t in args.items()})
 
 
-def _csr(lists: list[list[int]], stale: int, width: int, begin: int = 0) -> dict[str, Tensor]:
-    """Return ``kv_indptr`` and ``kv_indices`` of lists; later entries are stale.
-
-    Those before the first are others' keys, as in the second half of a batch.
-    """
-    indptr = torch.full((len(lists) + 1,), begin, dtype=torch.int32)
-    indptr[1:] += torch.tensor([len(row) for row in lists]).cumsum(0).int()
+def _csr(lists: list[list[int]], stale: int, width: int) -> dict[str, Tensor]:
+    """Return ``kv_indptr`` and ``kv_indices`` of lists; later entries are stale."""
+    indptr = torch.zeros(len(lists) + 1, dtype=torch.int32)
+    indptr[1:] = torch.tensor([len(row) for row in lists]).cumsum(0)
     flat = [slot for row in lists for slot in row]
-    flat = [flat[-1 - i % len(flat)] for i in range(begin)] + flat
     indices = torch.tensor(flat + [stale] * (width - len(flat)), dtype=torch.int32)
     return {"kv_indptr": indptr, "kv_indices": indices}

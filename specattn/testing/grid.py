@@ -318,9 +318,7 @@ def _trees() -> Iterator[Scenario]:
 
 
 def _edges() -> Iterator[Scenario]:
-    """Yield luck's cases: lists that begin later, and edges of numbers."""
-    later = Mode("lists", {"topk": 3, "step": 2, "begin": 29})
-    yield Scenario("draft_lists-later", "index lists", later, QUICK, later.needs)
+    """Yield edges of numbers."""
     # positions of any bits are random, so some visible bits are of later positions
     future = Mode("tree", {"mode": "any", "q_len": 6, "tail_len": 31})
     needs = ("trees", "window")

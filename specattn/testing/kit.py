@@ -166,7 +166,6 @@ def _bodies(
     declared = setting.factory.capabilities
     yield SMOKE, "refusals", "capabilities", partial(capabilities.refusals, setting)
     yield SMOKE, "host_mirror", "host mirror", partial(capabilities.host_mirror, setting)
-    yield SMOKE, "idle", "idle", partial(replay.idle, setting)
     yield QUICK, "interleaved_modes", "buckets", partial(replay.interleaved_modes, setting)
     for kind, need in (("tree", "trees"), ("lists", "lists")):
         if getattr(declared, need):
@@ -181,12 +180,13 @@ def _bodies(
         "layers": ("layers", replay.layers),
         "slots": ("permuted slots", replay.permuted_slots),
         "inputs": ("inputs unchanged", replay.inputs_unchanged),
+        "results": ("results", replay.results),
         "poisoned_padding": ("padding", replay.poisoned_padding),
     }
     if setting.device.type == "cuda":
         per_mode["no_sync"] = ("host sync", capabilities.no_sync)
         per_mode["graphs"] = ("graphs", capabilities.graphs)
-    everywhere = {"layers", "inputs", "slots"}
+    everywhere = {"layers", "inputs", "results", "slots"}
     if declared.deterministic:
         yield from _determinism(setting)
     if declared.kv_dtypes:

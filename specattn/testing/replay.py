@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specattn.attention.layers import LayeredBackend
-from specattn.cache.kv_pool import KVPool
 from specattn.errors import UnsupportedError
-from specattn.plan import ExtendPlan, Plan
 from specattn.testing.cases import share_prefixes
 from specattn.testing.oracle import NAN, ConformanceError
-from specattn.testing.session import Session, config_of, plan_of, tensors_of
-from specattn.testing.setting import MODES, Mode, Setting
+from specattn.testing.session import Session, tensors_of
+from specattn.testing.setting import Mode, Setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -225,6 +222,19 @@ def without_lse(setting: Setting, mode: Mode) -> None:
     setting.session(setting.case(mode, [33, 5, 0])).forward(None, "lse", lse=False)
 
 
+def results(setting: Setting, mode: Mode) -> None:
+    """What is returned as a new tensor is what is written in place."""
+    session = setting.session(setting.case(mode, [33, 5, 0]))
+    session.forward(None, "results")
+    live, layer = session.live, session.layer
+    made = layer.result(live.q, live.k_cache, live.v_cache, live.lse if session.lse else None)
+    form = made.shape, made.dtype, made.is_contiguous()
+    if form != (live.out.shape, live.out.dtype, True):
+        raise ConformanceError("results", f"{list(made.shape)} {made.dtype} is not as out is")
+    live.out.copy_(made)
+    session.verdict("results")
+
+
 def inputs_unchanged(setting: Setting, mode: Mode) -> None:
     """Nothing but the outputs is written, and nothing the plan names moves."""
     session = setting.session(setting.case(mode, [33, 5, 0]))
@@ -259,38 +269,3 @@ def poisoned_padding(setting: Setting, mode: Mode) -> None:
         session.verdict("padding", padding=False)
     except ConformanceError as error:
         raise ConformanceError("padding", error.detail) from error
-
-
-def idle(setting: Setting) -> None:
-    """A batch without requests has empty outputs and writes nothing."""
-    config = config_of(setting.case(MODES["decode"], [1]))
-    pool = KVPool([config], 8, setting.device)
-    layered = LayeredBackend(setting.factory, [config], pool, setting.device)
-    for name, mode in setting.modes().items():
-        bound = layered.bind(_empty(setting, mode))
-        bound.schedule(torch.zeros(0, dtype=torch.int32))
-        bound.fill()
-        q = pool.k[0].new_empty(0, config.num_qo_heads, config.head_dim)
-        k = q.new_empty(0, config.num_kv_heads, config.head_dim)
-        v = (
-            k[..., : config.v_head_dim]
-            if config.latent
-            else q.new_empty(0, config.num_kv_heads, config.v_head_dim)
-        )
-        shape = tuple(bound(0, q, k, v).shape)
-        if shape != (0, config.num_qo_heads, config.v_head_dim):
-            raise ConformanceError("idle", f"{name} gave an output of shape {shape}")
-    if any(layer.any() for layer in (*pool.k, *pool.v)):
-        raise ConformanceError("idle", "the pool was written to")
-
-
-def _empty(setting: Setting, mode: Mode) -> Plan:
-    plan = plan_of(setting.case(mode, [1]))
-    of_requests: dict[str, Any] = {
-        name: value[: int(name.endswith("indptr"))]
-        for name, value in vars(plan).items()
-        if isinstance(value, Tensor) and name not in ("req_to_token", "kv_indices")
-    }
-    if isinstance(plan, ExtendPlan):
-        of_requests |= {"out_slots": plan.out_slots[:, :0], "max_q_len": 0, "max_seq_len": 0}
-    return replace(plan, **of_requests)

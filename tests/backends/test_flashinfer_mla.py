@@ -14,7 +14,6 @@ import torch
 from specattn.backends.flashinfer_mla import FlashInferMlaBackend
 from specattn.config import AttnConfig
 from specattn.errors import UnsupportedError
-from specattn.plan import CsrPlan
 from specattn.testing.oracle import head
 from specattn.testing.session import config_of, plan_of
 from tests.backends.fake_flashinfer import PROCESSORS, Event
@@ -181,20 +180,16 @@ def test_index_lists_of_draft_steps(lse):
     check(case, case.expected(), lse=lse, tolerances=TOLERANCES)
 
 
-def test_lists_of_a_part_of_a_batch_begin_where_the_device_says():
-    """And are found though they were written after the fill."""
+def test_lists_may_be_written_after_the_fill():
     case = make_lists_case([40, 0, 70], topk=2, step=1, **FORM)
-    want = case.expected()
-    whole, plan = case.args, plan_of(case)
-    late = torch.zeros_like(whole["kv_indices"])
-    half = CsrPlan(plan.layout, whole["kv_indptr"][2:], late, plan.out_slots[1:])
-    bound = FlashInferMlaBackend(config_of(case), torch.device(DEVICE)).bind(half)
-    bound.schedule(lens_of(case)[1:])
+    plan = plan_of(case)
+    late = replace(plan, kv_indices=torch.zeros_like(plan.kv_indices))
+    bound = FlashInferMlaBackend(config_of(case), torch.device(DEVICE)).bind(late)
+    bound.schedule(lens_of(case))
     bound.fill()
-    late.copy_(whole["kv_indices"])
-    part = replace(case, q=case.q[2:], out=case.out[2:], lse=case.lse[2:])
-    bound.run(part.q, part.k_cache, part.v_cache, part.out, part.lse)
-    check(part, tuple(t[2:] for t in want), tolerances=TOLERANCES)
+    late.kv_indices.copy_(plan.kv_indices)
+    bound.run(case.q, case.k_cache, case.v_cache, case.out, case.lse)
+    check(case, case.expected(), tolerances=TOLERANCES)
 
 
 @pytest.mark.parametrize("heads", [4, 128])
