@@ -223,7 +223,7 @@ def without_lse(setting: Setting, mode: Mode) -> None:
 
 
 def results(setting: Setting, mode: Mode) -> None:
-    """What is returned as a new tensor is what is written in place."""
+    """What is returned is what is written in place."""
     session = setting.session(setting.case(mode, [33, 5, 0]))
     session.forward(None, "results")
     live, layer = session.live, session.layer
