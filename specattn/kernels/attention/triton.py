@@ -85,7 +85,7 @@ class TreeKernels:
         return tile_config(rows, *dims, stored, bucket.batch, DeviceLimits.of(bucket.device))
 
     def _sharing(self, bucket: TreeAttention) -> Sharing | None:
-        """Return what is shared, in blocks as large as a request's M tiles."""
+        """Return what is shared, in blocks of a request's M tiles."""
         tile, rows = self.grid.tile, bucket.q_len * bucket.group
         if not bucket.may_share or self.partial_tiles or isinstance(tile, GluonTile):
             return None
