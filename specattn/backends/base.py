@@ -404,6 +404,29 @@ def undeclared(config: AttnConfig, declared: Capabilities) -> list[str]:
     return found
 
 
+def head_reasons(config: AttnConfig, served: Sequence[int], latent: str = "") -> list[str]:
+    """Say why heads are none of ``served``; ``latent`` serves latent layers."""
+    if config.latent:
+        return [f"latent layers are {latent}'s" if latent else "latent layers are not served"]
+    found, (*first, last) = [], map(str, served)
+    if config.head_dim not in served:
+        found.append(f"head_dim must be {', '.join(first)} or {last}, got {config.head_dim}")
+    if config.v_head_dim != config.head_dim:
+        found.append(f"v_head_dim must equal head_dim {config.head_dim}, got {config.v_head_dim}")
+    return found
+
+
+def latent_reasons(config: AttnConfig, served: Sequence[tuple[int, int]]) -> list[str]:
+    """Say why a ``latent`` row, rank + rope, is none of ``served``."""
+    if not config.latent:
+        return ["only latent layers are served (AttnConfig.latent)"]
+    rank, rope = config.v_head_dim, config.head_dim - config.v_head_dim
+    if (rank, rope) in served:
+        return []
+    rows = " or ".join(f"{first} + {second}" for first, second in served)
+    return [f"a row must be {rows} numbers, got {rank} + {rope}"]
+
+
 def lists_refused(backend: str) -> UnsupportedError:
     """Return the error of a backend that serves no index lists."""
     return UnsupportedError(

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.paged import BlockTable, BoundPages, PagedBackend, latent_reasons
+from specattn.backends.base import head_reasons, latent_reasons
+from specattn.backends.paged import BlockTable, BoundPages, PagedBackend
 from specattn.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -103,7 +104,6 @@ class CutlassMlaBackend(PagedBackend):
         PagedBackend.capabilities, window=False, cap=False, lse=False
     )
     module: ClassVar[str] = "sgl_kernel"
-    package: ClassVar[str] = "sglang-kernel"
     majors: ClassVar[tuple[int, ...]] = (10,)
     page_sizes: ClassVar[tuple[int, ...]] = (16, 32, 64, 128)
     page_size: ClassVar[int] = 128  # what SGLang runs it with
@@ -177,16 +177,7 @@ class TrtllmMhaBackend(PagedBackend):
     @classmethod
     def geometry(cls, config: AttnConfig) -> list[str]:
         """Say which widths stand in the way."""
-        if config.latent:
-            return ["latent layers are trtllm_mla's"]
-        found = []
-        if config.head_dim not in cls.head_dims:
-            found.append(f"head_dim must be 64 or 128, got {config.head_dim}")
-        if config.v_head_dim != config.head_dim:
-            found.append(
-                f"v_head_dim must equal head_dim {config.head_dim}, got {config.v_head_dim}"
-            )
-        return found
+        return head_reasons(config, cls.head_dims, "trtllm_mla")
 
     def attend(
         self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None

@@ -18,7 +18,6 @@ positions; in a tree it is not, so trees under a window are refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,12 +25,10 @@ import torch
 from specattn.backends.base import (
     BoundAttention,
     Capabilities,
-    imported,
+    head_reasons,
     lists_refused,
-    undeclared,
 )
-from specattn.backends.paged import BlockTable, whole_pages
-from specattn.buffers import ReadOnly
+from specattn.backends.paged import BlockTable, LibraryBackend, whole_pages
 from specattn.errors import UnsupportedError
 from specattn.kernels.attention import merge_lse
 from specattn.kernels.indices import fill_ancestor_table, fill_page_table
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
 
 #: FA3 has more; these are the sizes it is tested with here.
 HEAD_DIMS = (64, 128)
-HOPPER = (9, 0)
 #: Where a page is whole tiles of its kernels' keys (128), FA3 may load it past the request's last
 #: key, and memory that nobody wrote may hold NaN. Larger pages are read in parts of this size.
 MAX_PAGE = 64
@@ -54,7 +50,7 @@ MAX_PAGE = 64
 MAX_ENTRIES = 2**31
 
 
-class Fa3Backend(ReadOnly):
+class Fa3Backend(LibraryBackend):
     """FlashAttention-3 on Hopper.
 
     `bind` refuses trees under a window (any layout that is not causal, with ``window_left`` of 0 or
@@ -67,33 +63,10 @@ class Fa3Backend(ReadOnly):
     )
     module: ClassVar[str] = "sgl_kernel.flash_attn"
 
-    def __init__(self, config: AttnConfig, device: torch.device) -> None:
-        self.config = config
-        self.device = device
-        self.library = imported(self.module, self.name)
-
-    @staticmethod
-    def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
-        """Name what stands in the way."""
-        found = []
-        if find_spec("sgl_kernel") is None:
-            found.append("sgl_kernel is not installed (pip install sglang-kernel, Linux only)")
-        if device.type != "cuda" or not torch.cuda.is_available():
-            found.append(f"FA3 needs a CUDA device of compute capability 9.0, got {device}")
-        elif (capability := torch.cuda.get_device_capability(device)) != HOPPER:
-            found.append(f"FA3 needs compute capability 9.0, got {capability[0]}.{capability[1]}")
-        if config is None:
-            return found
-        if config.latent:
-            return [*found, "latent layers are not served"]
-        found += undeclared(config, Fa3Backend.capabilities)
-        if config.head_dim not in HEAD_DIMS:
-            found.append(f"head_dim must be 64 or 128, got {config.head_dim}")
-        if config.v_head_dim != config.head_dim:
-            found.append(
-                f"v_head_dim must equal head_dim {config.head_dim}, got {config.v_head_dim}"
-            )
-        return found
+    @classmethod
+    def geometry(cls, config: AttnConfig) -> list[str]:
+        """Say which widths stand in the way."""
+        return head_reasons(config, HEAD_DIMS)
 
     def refusals(self, plan: AttnPlan | ExtendPlan) -> list[str]:
         """Say why `bind` refuses a plan; empty means that it serves."""

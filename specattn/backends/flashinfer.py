@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import BoundAttention, Capabilities, undeclared
+from specattn.backends.base import BoundAttention, Capabilities, head_reasons, undeclared
 from specattn.backends.flashinfer_plan import (
     BranchLists,
     FlashInferLayer,
@@ -67,14 +67,8 @@ class FlashInferBackend(FlashInferLayer):
         found = device_reasons(device)
         if config is None:
             return found
-        if config.latent:
-            return [*found, "latent layers are flashinfer_mla's"]
         found += undeclared(config, FlashInferBackend.capabilities)
-        if config.head_dim not in HEAD_DIMS:
-            found.append(f"head_dim must be 64, 128 or 256, got {config.head_dim}")
-        if config.v_head_dim != config.head_dim:
-            found.append(f"v_head_dim must equal head_dim, got {config.v_head_dim}")
-        return found + scale_reasons(config)
+        return found + head_reasons(config, HEAD_DIMS, "flashinfer_mla") + scale_reasons(config)
 
     def bind(self, plan: Plan) -> BoundAttention:
         """Bind to the plan's kind.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import BoundAttention, Capabilities, undeclared
+from specattn.backends.base import BoundAttention, Capabilities, latent_reasons, undeclared
 from specattn.backends.flashinfer_plan import (
     BranchLists,
     FlashInferLayer,
@@ -79,14 +79,9 @@ class FlashInferMlaBackend(FlashInferLayer):
 
 
 def _geometry(config: AttnConfig) -> list[str]:
+    found = latent_reasons(config, [(RANK, ROPE)])
     if not config.latent:
-        return ["only latent layers are served (AttnConfig.latent)"]
-    found = []
-    if (config.head_dim, config.v_head_dim) != (RANK + ROPE, RANK):
-        found.append(
-            f"head_dim and v_head_dim must be {RANK + ROPE} and {RANK}, "
-            f"got {config.head_dim} and {config.v_head_dim}"
-        )
+        return found
     if TILE % config.num_qo_heads:
         found.append(f"num_qo_heads must divide {TILE}, got {config.num_qo_heads}")
     found += undeclared(config, FlashInferMlaBackend.capabilities)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from specattn.backends.paged import BlockTable, BoundPages, PagedBackend, latent_reasons
+from specattn.backends.base import latent_reasons
+from specattn.backends.paged import BlockTable, BoundPages, PagedBackend
 from specattn.errors import UnsupportedError
 from specattn.kernels.mla import check_latent
 
@@ -34,12 +35,10 @@ class FlashMlaBackend(PagedBackend):
         PagedBackend.capabilities, window=False, cap=False
     )
     module: ClassVar[str] = "sgl_kernel.flash_mla"
-    package: ClassVar[str] = "sglang-kernel"
-    majors: ClassVar[tuple[int, ...]] = (9,)
     page_sizes: ClassVar[tuple[int, ...]] = (64,)
 
-    @staticmethod
-    def geometry(config: AttnConfig) -> list[str]:
+    @classmethod
+    def geometry(cls, config: AttnConfig) -> list[str]:
         """Say which widths stand in the way."""
         return latent_reasons(config, [(RANK, ROPE)])
 

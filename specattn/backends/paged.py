@@ -1,6 +1,6 @@
-"""The common part of adapters of page-granular causal kernels.
+"""The common part of adapters, and of those of page-granular causal kernels.
 
-These kernels read KV through ``block_tables [B, pages]`` and the number of keys, mask causally or
+The latter read KV through ``block_tables [B, pages]`` and the number of keys, mask causally or
 not at all, and know no trees. Plans speak of slots, and of pages of so many slots
 (``SpecConfig.page_size``), which must be the adapter's `PagedBackend.page_size` or a multiple.
 """
@@ -26,8 +26,6 @@ from specattn.kernels.indices import fill_block_table
 from specattn.plan import AttnPlan, CsrPlan, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from specattn.config import AttnConfig
@@ -36,10 +34,8 @@ if TYPE_CHECKING:
 TABLE_KEYS = 128
 
 
-class PagedBackend(ReadOnly, ABC):
+class LibraryBackend(ReadOnly, ABC):
     """An adapter; the class attributes say of what.
-
-    For another page size, subclass with another ``page_size`` and pass the class as the backend.
 
     Parameters
     ----------
@@ -55,23 +51,10 @@ class PagedBackend(ReadOnly, ABC):
     """
 
     name: ClassVar[str]
-    # what all have in common
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        graphs=True,
-        trees=False,
-        lists=False,
-        extend=False,
-        dtypes=(torch.float16, torch.bfloat16),
-    )
+    capabilities: ClassVar[Capabilities]
     module: ClassVar[str]  # where the entry points are
-    package: ClassVar[str]  # what installs it
-    majors: ClassVar[tuple[int, ...]]  # of the compute capabilities it has kernels for
-    page_sizes: ClassVar[tuple[int, ...]]
-    page_size: ClassVar[int] = 64
-
-    def __init_subclass__(cls) -> None:
-        # a subclass for other pages promises them, too
-        cls.capabilities = replace(cls.capabilities, page_size=cls.page_size)
+    package: ClassVar[str] = "sglang-kernel"  # what installs it
+    majors: ClassVar[tuple[int, ...]] = (9,)  # of the compute capabilities it has kernels for
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         self.config = config
@@ -91,17 +74,45 @@ class PagedBackend(ReadOnly, ABC):
             found.append(f"{cls.name} {needed}, got {device}")
         elif (have := torch.cuda.get_device_capability(device))[0] not in cls.majors:
             found.append(f"{cls.name} {needed}, got {have[0]}.{have[1]}")
-        if cls.page_size not in cls.page_sizes:
-            sizes = ", ".join(map(str, cls.page_sizes))
-            found.append(f"page_size must be one of {sizes}, got {cls.page_size}")
         if config is None:
             return found
         return found + undeclared(config, cls.capabilities) + cls.geometry(config)
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def geometry(config: AttnConfig) -> list[str]:
+    def geometry(cls, config: AttnConfig) -> list[str]:
         """Say which head counts and widths stand in the way."""
+
+
+class PagedBackend(LibraryBackend):
+    """An adapter of kernels that read whole pages and mask causally.
+
+    For another page size, subclass with another ``page_size`` and pass the class as the backend.
+    """
+
+    # what all have in common
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        graphs=True,
+        trees=False,
+        lists=False,
+        extend=False,
+        dtypes=(torch.float16, torch.bfloat16),
+    )
+    page_sizes: ClassVar[tuple[int, ...]]
+    page_size: ClassVar[int] = 64
+
+    def __init_subclass__(cls) -> None:
+        # a subclass for other pages promises them, too
+        cls.capabilities = replace(cls.capabilities, page_size=cls.page_size)
+
+    @classmethod
+    def reasons(cls, config: AttnConfig | None, device: torch.device) -> list[str]:
+        """Name what stands in the way, the page size among it."""
+        found = super().reasons(config, device)
+        if cls.page_size not in cls.page_sizes:
+            sizes = ", ".join(map(str, cls.page_sizes))
+            found.append(f"page_size must be one of {sizes}, got {cls.page_size}")
+        return found
 
     def refusals(self, plan: Plan) -> list[str]:
         """Say why `bind` refuses a plan; empty means that it serves."""
@@ -135,17 +146,6 @@ class PagedBackend(ReadOnly, ABC):
         self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         """Call the library over a block table; see `BoundAttention.run`."""
-
-
-def latent_reasons(config: AttnConfig, served: Sequence[tuple[int, int]]) -> list[str]:
-    """Say why a ``latent`` row, rank + rope, is none of ``served``."""
-    if not config.latent:
-        return ["only latent layers are served (AttnConfig.latent)"]
-    rank, rope = config.v_head_dim, config.head_dim - config.v_head_dim
-    if (rank, rope) in served:
-        return []
-    rows = " or ".join(f"{first} + {second}" for first, second in served)
-    return [f"a row must be {rows} numbers, got {rank} + {rope}"]
 
 
 def whole_pages(pool: Tensor, page_size: int) -> Tensor:

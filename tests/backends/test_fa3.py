@@ -356,10 +356,10 @@ def known_words(bound, rows: list[int], topk: int) -> torch.Tensor:
 
 def test_reasons_name_what_is_missing(monkeypatch):
     cpu = torch.device("cpu")
-    monkeypatch.setattr("specattn.backends.flash_attn.find_spec", lambda name: None)
+    monkeypatch.setattr("specattn.backends.paged.installed", lambda name: False)
     assert REASONS(None, cpu) == [
-        "sgl_kernel is not installed (pip install sglang-kernel, Linux only)",
-        "FA3 needs a CUDA device of compute capability 9.0, got cpu",
+        f"{Fa3Backend.module} is not installed (pip install sglang-kernel)",
+        "fa3 needs a CUDA device of compute capability 9.x, got cpu",
     ]
     config = AttnConfig(4, 2, 80, 40)
     assert REASONS(config, cpu)[2:] == [
@@ -369,7 +369,8 @@ def test_reasons_name_what_is_missing(monkeypatch):
     ]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert REASONS(None, torch.device("cuda"))[1:] == ["FA3 needs compute capability 9.0, got 8.6"]
+    needed = "fa3 needs a CUDA device of compute capability 9.x, got 8.6"
+    assert REASONS(None, torch.device("cuda"))[1:] == [needed]
 
 
 def test_a_library_that_does_not_import_is_an_error_with_its_cause(monkeypatch):

@@ -49,7 +49,6 @@ def hopper(monkeypatch):
     """A Hopper with `sgl_kernel`, as far as backends ask."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr("specattn.backends.flash_attn.find_spec", lambda name: object())
     monkeypatch.setattr("specattn.backends.paged.installed", lambda name: True)
     for backend in (Fa3Backend, FlashMlaBackend):
         monkeypatch.setattr(backend, "module", "tests.backends.stand_ins")
@@ -133,10 +132,10 @@ def test_a_hopper_with_everything_takes(config, name, hopper):
 
 def test_other_machines_take_the_own_kernels(hopper, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "specattn")
-    monkeypatch.setattr("specattn.backends.flash_attn.find_spec", lambda name: None)
+    monkeypatch.setattr("specattn.backends.paged.installed", lambda name: False)
     assert choose_backend("auto", [HEADS], CUDA).name == "triton"
     assert "not fa3 for prompts" in caplog.messages[-1]
-    assert "sgl_kernel is not installed" in caplog.messages[-1]
+    assert "is not installed (pip install sglang-kernel)" in caplog.messages[-1]
     for capability in ((8, 0), (10, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, have=capability: have)
         assert choose_backend("auto", [HEADS], CUDA).name == "triton"
@@ -182,7 +181,7 @@ def test_the_command_says_what_is_taken_and_why(hopper, monkeypatch):
     assert [line.split()[0] for line in took["cpu"]] == ["torch_native"]
     assert took["cuda"][0].startswith("triton where none before it serves: one captured kernel")
     assert any(re.match(r"fa3 for prompts: heads of 128 .* times as fast", x) for x in took["cuda"])
-    monkeypatch.setattr("specattn.backends.flash_attn.find_spec", lambda name: None)
+    monkeypatch.setattr("specattn.backends.paged.installed", lambda name: False)
     shown = CliRunner().invoke(app, ["backends"]).stdout
     assert "auto on cuda" in shown
     assert "not fa3 for prompts: heads of 128" in shown

@@ -69,7 +69,7 @@ def test_reasons_name_the_limits():
     for limit in (
         "dtype must be float16 or bfloat16",
         "head_dim must be 64, 128 or 256, got 80",
-        "v_head_dim must equal head_dim, got 40",
+        "v_head_dim must equal head_dim 80, got 40",
         "sm_scale must be at least 0.001",
     ):
         assert limit in found

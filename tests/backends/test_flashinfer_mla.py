@@ -271,7 +271,7 @@ def test_reasons_name_the_limits(monkeypatch):
     assert REASONS(config, device) == here
     for change, reason in (
         ({"latent": False}, "only latent layers are served"),
-        ({"head_dim": 320, "v_head_dim": 256}, "must be 576 and 512, got 320 and 256"),
+        ({"head_dim": 320, "v_head_dim": 256}, "a row must be 512 + 64 numbers, got 256 + 64"),
         ({"dtype": torch.float16}, "dtype must be bfloat16, got torch.float16"),
         ({"num_qo_heads": 20}, "num_qo_heads must divide 128, got 20"),
         ({"sm_scale": 1e-4}, "sm_scale must be at least 0.001"),
