@@ -434,17 +434,6 @@ def lists_refused(backend: str) -> UnsupportedError:
     )
 
 
-def named_reasons(
-    parts: Iterable[tuple[str, BackendFactory]], config: AttnConfig | None, device: torch.device
-) -> list[str]:
-    """Name the reasons of a composite's parts, led by ``"role name: "``."""
-    return [
-        f"{role} {part.name}: {reason}"
-        for role, part in parts
-        for reason in reasons_of(part, config, device)
-    ]
-
-
 def installed(module: str) -> bool:
     """Whether ``module`` can be found, without importing its parent packages."""
     first, *rest = module.split(".")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specattn.backends import load_backend
-from specattn.backends.base import Capabilities, CompositeBackend, named_reasons
+from specattn.backends.base import Capabilities, CompositeBackend, reasons_of
 from specattn.batch import Phase
 from specattn.plan import ExtendPlan, Plan
 
@@ -78,7 +78,11 @@ class HybridBackend:
         parts = [("prefill", self.prefill), ("decode", self.decode)]
         if self.verify != self.decode:
             parts.append(("verify", self.verify))
-        found = named_reasons(parts, config, device)
+        found = [
+            f"{role} {part.name}: {reason}"
+            for role, part in parts
+            for reason in reasons_of(part, config, device)
+        ]
         if not self.prefill.capabilities.extend:
             found.append(f"prefill {self.prefill.name}: it serves no prompts")
         return found

@@ -29,41 +29,21 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 # torch's CPU allocator, CUDA and its libraries raise a RuntimeError with one of these in its text
 _MEMORY_ERRORS = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "bad_alloc")
 
+# what the library's messages speak of under the option's own name
+_SAME = (
+    "topk tree ranks page_size draft_sampling temperature top_k top_p min_p repetition_penalty "
+    "presence_penalty frequency_penalty logit_bias bad_words logprobs seed max_new_tokens "
+    "min_new_tokens stop ignore_eos backend dtype deterministic cudagraph buckets sampled"
+)
 #: What the library's messages speak of, and the option that sets it.
-OPTIONS = {
+OPTIONS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | {
     "num_steps": "--steps",
-    "topk": "--topk",
     "num_draft_tokens": "--draft-tokens",
-    "tree": "--tree",
-    "ranks": "--ranks",
     "max_context_len": "--max-context",
     "max_num_reqs": "--batch-size",
-    "page_size": "--page-size",
-    "draft_sampling": "--draft-sampling",
-    "temperature": "--temperature",
-    "top_k": "--top-k",
-    "top_p": "--top-p",
-    "min_p": "--min-p",
-    "repetition_penalty": "--repetition-penalty",
-    "presence_penalty": "--presence-penalty",
-    "frequency_penalty": "--frequency-penalty",
-    "logit_bias": "--logit-bias",
-    "bad_words": "--bad-words",
-    "logprobs": "--logprobs",
-    "seed": "--seed",
-    "max_new_tokens": "--max-new-tokens",
-    "min_new_tokens": "--min-new-tokens",
-    "stop": "--stop",
     "stop_token_ids": "--stop-token-id",
     "stop tokens": "--stop-token-id",
-    "ignore_eos": "--ignore-eos",
-    "backend": "--backend",
-    "dtype": "--dtype",
     "kv_dtype": "--kv-cache-dtype",
-    "deterministic": "--deterministic",
-    "cudagraph": "--cudagraph",
-    "buckets": "--buckets",
-    "sampled": "--sampled",
     "load_draft": "--draft-kind eagle3",
     "load_dflash": "--draft-kind dflash",
     "load_lm_draft": "--draft-kind model",
