@@ -239,6 +239,7 @@ class Attention(Layers):
         slots: Tensor,
         *,
         max_q_len: int,
+        max_seq_len: int | None = None,
         page_size: int = 1,
     ) -> BoundLayers:
         """Return the forward of ragged prompts over cached prefixes; one launch, eager.
@@ -251,6 +252,9 @@ class Attention(Layers):
             ``[T]`` int32 or int64: slots of the new tokens, which the table has, too.
         max_q_len : int
             Most new tokens of a request.
+        max_seq_len : int, optional
+            Most cached and new tokens of a request, or more; a context by default. Libraries size
+            their work by it.
         page_size : int
             As in `ExtendPlan`.
 
@@ -270,7 +274,7 @@ class Attention(Layers):
             indptr,
             out_slots[None],
             max_q_len=max_q_len,
-            max_seq_len=self.req_to_token.shape[1],
+            max_seq_len=self.req_to_token.shape[1] if max_seq_len is None else max_seq_len,
             page_size=page_size,
         )
         forward = self._bound(plan, plan.out_slots)

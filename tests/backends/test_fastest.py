@@ -314,7 +314,11 @@ def test_prompts_of_an_engines_table_and_its_draft_extends(called):
     cache = torch.zeros(64, 2, 64, device=HERE)
     layer = attention.layer(TINY_HEADS, cache, cache.clone())
     one = torch.ones(1, dtype=torch.int64, device=HERE)
-    forward = attention.prompts(one, one, 2 * one, torch.tensor([33, 34]).to(HERE), max_q_len=2)
+    given = one, one, 2 * one, torch.tensor([33, 34]).to(HERE)
+    assert attention.prompts(*given, max_q_len=2).plan.max_seq_len == 32
+    fa3.binds.clear()
+    forward = attention.prompts(*given, max_q_len=2, max_seq_len=3)
+    assert forward.plan.max_seq_len == 3
     out = forward.attend(layer, *(torch.ones(2, n * 64, device=HERE) for n in (4, 2, 2)))
     assert out.shape == (2, 256)
     assert (fa3.binds, base.binds) == (["prompt"], [])

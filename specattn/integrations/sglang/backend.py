@@ -207,13 +207,14 @@ class SpecAttnBackend(LayerBackend):
         return None, 0
 
     def _prompts(self, forward_batch: Any) -> BoundLayers:
-        new = forward_batch.extend_seq_lens_cpu
+        new, cached = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
         return self.layers.attention.prompts(
             forward_batch.req_pool_indices,
             forward_batch.extend_prefix_lens,
             forward_batch.extend_seq_lens,
             forward_batch.out_cache_loc[: sum(new)],
             max_q_len=max(new),
+            max_seq_len=max(new) + max(cached),
             page_size=self.layers.page_size,
         )
 

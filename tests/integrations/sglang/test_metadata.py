@@ -121,6 +121,17 @@ def test_a_forward_takes_two_launches_and_reads_nothing(mode):
     assert metadata(made, batch) == ["copy_in_rows_kernel", "_plan_kernel"]
 
 
+def test_prompts_are_told_how_long_they_are():
+    """Libraries size their work by it, and a context is far longer."""
+    world = worlds.fixture(worlds.ForwardMode.EXTEND, PREFIX, 5, 16)
+    made = world.backend
+    made.layers.of(world.actual_module.attn)
+    made.init_forward_metadata_in_graph(world.forward_batch)
+    plan = made.forward_metadata.plan
+    assert (plan.max_q_len, plan.max_seq_len) == (5, max(PREFIX) + 5)
+    assert plan.req_to_token.shape[1] > plan.max_seq_len
+
+
 @pytest.mark.parametrize("topk", [1, 4])
 def test_a_draft_takes_two_launches_and_one_per_choice(topk):
     steps, rows = 4, len(PREFIX)
