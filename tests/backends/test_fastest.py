@@ -19,7 +19,7 @@ from specattn.backends.fastest import Choice, FastestBackend
 from specattn.backends.flash_attn import Fa3Backend
 from specattn.backends.flashmla import FlashMlaBackend
 from specattn.backends.paged import PagedBackend
-from specattn.batch import Phase, RowLayout
+from specattn.batch import ForwardMode, Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.cli.app import app
 from specattn.config import FLOAT8, AttnConfig, SpecConfig
@@ -31,6 +31,7 @@ from specattn.testing.session import config_of, plan_of
 from tests.backends.spies import spy
 from tests.oracle import make_extend_case, make_tree_case
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.worlds import MODES, inputs, same, world
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HEADS = AttnConfig(32, 8, 128, dtype=torch.bfloat16)
@@ -39,6 +40,7 @@ PROMPTS = Choice("fa3", "prompts", "bfloat16", 128, 0, 1, 1, 1.1, 1.05, 5, "a ca
 DECODE = Choice("flashmla", "decode", "bfloat16", 576, 128, 64, 16, 1.1, 1.05, 3, "a card")
 CHAINS = replace(DECODE, forwards="chains", batch=8)
 TINY_HEADS = AttnConfig(4, 2, 64)
+KINDS = fastest.DECODE, fastest.CHAINS
 TINY = replace(PROMPTS, dtype="float32", head_dim=64)
 #: The composite's own tests run where a backend and the tensors are.
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -296,6 +298,29 @@ def test_host_lengths_reach_whoever_plans_on_the_host(called):
     assert list(result.tokens) == dense_greedy(target, [3, 1, 4], 4)
     assert [0] in fa3.scheduled
     assert [3] in base.scheduled
+
+
+def test_buckets_are_captured_by_whoever_serves_them(called):
+    """Chains of few requests by the base, of more by the other one; replays bind nothing."""
+    other, base = called("flashmla", "base")
+    lines = (replace(TINY, backend="flashmla", forwards=what, batch=4) for what in KINDS)
+    config = SpecConfig(3, 1, 4, max_context_len=256, max_num_reqs=8)
+    made = FastestBackend(base, tuple(lines))
+    split, whole = (world(backend, [2, 4], config, window=-1) for backend in (made, "torch_native"))
+    assert {*other.binds} == {*base.binds} - {"prefill"} == {"verify", "draft"}
+    bound = [*other.binds], [*base.binds]
+    for mode in MODES:
+        for lens in ([100], [30, 7, 61], [5, 0]):
+            values = inputs(mode, lens, 1, config)
+            if mode is ForwardMode.TARGET_VERIFY:
+                depth = torch.arange(4, device=HERE)
+                values["tree_positions"] = torch.tensor(lens, device=HERE)[:, None] + depth
+                values["words"] = ((2 << depth) - 1).expand(len(lens), -1)[..., None]
+            for one in (split, whole):
+                one.poison(lens)
+            same(split.run(mode, lens, values), whole.run(mode, lens, values))
+    assert bound == (other.binds, base.binds)
+    assert {4 * 4, 4} <= {*other.ran}
 
 
 def test_a_capture_asks_whoever_serves(called):
