@@ -686,7 +686,7 @@ def _slot(
     backend: str | BackendFactory,
     deterministic: bool,
 ) -> ModelSlot[Any]:
-    """Give a model a pool, and attention over it, for a config's contexts."""
+    """Give a model a pool, and attention over it."""
     model = for_context(model, config.max_context_len)
     pool = KVPool(model.layers, num_slots, device, kv_dtype=kv_dtype, scales=scales)
     return ModelSlot.of(model, pool, backend, deterministic=deterministic)
