@@ -61,6 +61,32 @@ class Checkpoint:
         """Return the error that tells what is wrong with this draft."""
         return ModelError("draft", f"{self.name} {message}")
 
+    def number(self, key: str, least: int, most: int) -> int:
+        """Return a whole number of ``config.json`` in a range."""
+        found = self.settings.get(key)
+        if found is None:
+            raise self.wrong(f"has no {key} in config.json")
+        if type(found) is not int or not least <= found <= most:
+            raise self.wrong(
+                f"has {key} {found!r} in config.json; expected a whole number of {least}..{most}"
+            )
+        return found
+
+    def numbers(self, key: str, *, least: int = 0) -> list[int] | None:
+        """Return a list of whole numbers of ``config.json``, if it has one.
+
+        It must have ``least`` of them.
+        """
+        found = self.settings.get(key)
+        if found is None:
+            return None
+        listed = isinstance(found, list) and len(found) >= least
+        if not listed or any(type(number) is not int for number in found):
+            raise self.wrong(
+                f"has {key} {found!r} in config.json; expected a list of whole numbers"
+            )
+        return found
+
 
 def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
     """Read a draft's configuration and weights.

@@ -85,23 +85,11 @@ class DFlashSettings:
                     f"has {key} {settings[key]!r} in config.json, which no DFlash head here has"
                 )
         from_anchor = bool(settings.get("sample_from_anchor"))
-        size = _number(checkpoint, "block_size", 1 if from_anchor else 2, MAX_BLOCK)
-        mask = _number(checkpoint, "mask_token_id", 0, vocab_size - 1)
+        size = checkpoint.number("block_size", 1 if from_anchor else 2, MAX_BLOCK)
+        mask = checkpoint.number("mask_token_id", 0, vocab_size - 1)
         views, windows = _attention(checkpoint, layers)
         block = BlockShape(size, mask, 0 if from_anchor else 1, views)
         return cls(block, _features(checkpoint, target_layers), windows)
-
-
-def _number(checkpoint: Checkpoint, key: str, least: int, most: int) -> int:
-    """Return a whole number of ``config.json`` in a range."""
-    found = checkpoint.settings.get(key)
-    if found is None:
-        raise checkpoint.wrong(f"has no {key} in config.json")
-    if type(found) is not int or not least <= found <= most:
-        raise checkpoint.wrong(
-            f"has {key} {found!r} in config.json; expected a whole number of {least}..{most}"
-        )
-    return found
 
 
 def _features(checkpoint: Checkpoint, target_layers: int) -> FeatureSpec:
@@ -117,13 +105,8 @@ def _features(checkpoint: Checkpoint, target_layers: int) -> FeatureSpec:
         raise checkpoint.wrong(
             f"has num_target_layers {made_for!r} in config.json; the target has {target_layers}"
         )
-    ids = settings.get(key)
-    if ids is None:
+    if (ids := checkpoint.numbers(key, least=1)) is None:
         raise checkpoint.wrong(f"has no {key} in config.json")
-    if not isinstance(ids, list) or not ids or any(type(index) is not int for index in ids):
-        raise checkpoint.wrong(
-            f"has {key} {ids!r} in config.json; expected a list of whole numbers"
-        )
     if not all(0 <= index < target_layers for index in ids):
         raise checkpoint.wrong(
             f"has {key} {ids} in config.json; the target has the layers 0..{target_layers - 1}"
@@ -151,7 +134,7 @@ def _attention(
         )
     window = -1
     if "sliding_attention" in types:
-        window = _number(checkpoint, "sliding_window", 1, 2**31 - 1) - (not by_speculators)
+        window = checkpoint.number("sliding_window", 1, 2**31 - 1) - (not by_speculators)
     stated = settings.get("causal", settings.get("is_causal"))
     views, windows = [], []
     for kind in types:

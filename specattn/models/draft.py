@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specattn.config import AttnConfig
-from specattn.kernels.fused.stream import ready
+from specattn.models.builder import HeadBuilder
 from specattn.models.checkpoint import Checkpoint, read_checkpoint
 from specattn.models.dflash import DFlashHead, DFlashSettings
 from specattn.models.eagle import EAGLE3_NORMS, Eagle3Head, EagleHead
-from specattn.models.fused.block import Block, RotaryTable, activation_of, as_linear
-from specattn.models.hf import FeatureSpec, rescaling_lengths
-from specattn.models.hub import blaming, count_from_first, first_line
-from specattn.models.shards import is_sharded
+from specattn.models.hf import FeatureSpec
+from specattn.models.hub import blaming, first_line
 from specattn.models.vocabulary import check_head_tokenizer, check_padding
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from specattn.models.fused import FusedTarget
-    from specattn.models.hf import HFTarget
-
-    Target = HFTarget | FusedTarget
+    from specattn.models.builder import Shapes, Target
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads")
 _COUNTS = (
@@ -53,8 +44,6 @@ _OPTIONAL = (
     "max_position_embeddings",
 )
 
-
-Shapes = dict[str, tuple[int, ...]]
 # So many target tokens, chosen for a draft, have two among them that are neighbours.
 _FEW_TOKENS = 8
 
@@ -98,7 +87,7 @@ def load_draft(
 def _eagle(
     checkpoint: Checkpoint, target: Target, dtype: torch.dtype, device: torch.device | str
 ) -> EagleHead:
-    head = _Builder(checkpoint, target, _llama_config(checkpoint, target), None, dtype, device)
+    head = HeadBuilder(checkpoint, target, _llama_config(checkpoint, target), None, dtype, device)
     size, depth = head.config.hidden_size, head.config.num_hidden_layers
     if size != target.hidden_size:
         raise checkpoint.wrong(
@@ -137,7 +126,7 @@ def _eagle3(
     features = _features(checkpoint, len(target.layers))
     size, width, count = config.hidden_size, target.hidden_size, len(features.hidden_states)
     mapped = _target_ids(checkpoint, config.vocab_size, target.vocab_size)
-    head = _Builder(checkpoint, target, config, mapped, dtype, device)
+    head = HeadBuilder(checkpoint, target, config, mapped, dtype, device)
     feature_norms: Shapes = {}
     if "norm_before_fc" in norms:
         feature_norms = {"input_norm.weight": (count * width,)}
@@ -209,7 +198,7 @@ def _dflash(
         config.vocab_size if own_embedding else target.vocab_size,
     )
     mapped = _target_ids(checkpoint, config.vocab_size, target.vocab_size)
-    head = _Builder(checkpoint, target, config, mapped, dtype, device)
+    head = HeadBuilder(checkpoint, target, config, mapped, dtype, device)
     size, width = config.hidden_size, target.hidden_size * len(settings.features.hidden_states)
     names = [f"layers.{layer}." for layer in range(config.num_hidden_layers)]
     shapes: Shapes = {"fc.weight": (size, width)}
@@ -269,16 +258,9 @@ def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
     if checkpoint.settings.get("use_aux_hidden_state") is False:
         return FeatureSpec((num_layers,))
     key = "eagle_aux_hidden_state_layer_ids"
-    ids = checkpoint.settings.get(key)
-    if ids is not None and (
-        not isinstance(ids, list) or any(type(index) is not int for index in ids)
-    ):
-        raise checkpoint.wrong(
-            f"has {key} {ids!r} in config.json; expected a list of whole numbers"
-        )
-    if not ids:
-        entering = (2, num_layers // 2, num_layers - 3)
-        return FeatureSpec(tuple(min(max(i, 0), num_layers - 1) for i in entering))
+    if not (ids := checkpoint.numbers(key)):
+        usual = (2, num_layers // 2, num_layers - 3)
+        return FeatureSpec(tuple(min(max(i, 0), num_layers - 1) for i in usual))
     # SGLang counts the states that leave a layer; vLLM, and so its speculators, those that enter.
     by_vllm = "speculators_model_type" in checkpoint.settings
     first, where = (0, "before") if by_vllm else (1, "after")
@@ -349,146 +331,3 @@ def _holds_ids(d2t: Tensor, ids: Tensor, marked: Tensor | None) -> bool:
         return len(d2t) >= _FEW_TOKENS and bool((d2t.diff() > 0).all())
     by_id, by_difference = (torch.equal(one.sort().values, marked) for one in (d2t, ids))
     return by_id and not by_difference
-
-
-@dataclass(frozen=True)
-class _Builder:
-    """Reads a head's weights and makes its parts."""
-
-    checkpoint: Checkpoint
-    target: Target
-    config: LlamaConfig
-    mapped: Tensor | None  # [Vd], the target ids of a vocabulary of its own
-    dtype: torch.dtype
-    device: torch.device | str
-
-    def layer_shapes(
-        self, layer: str, width: int, *, head_norms: bool = False, input_norm: bool = True
-    ) -> Shapes:
-        """Return the shapes of a layer that reads ``width`` numbers."""
-        config = self.config
-        size, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
-        shapes: Shapes = {
-            "self_attn.q_proj": (q, width),
-            "self_attn.k_proj": (kv, width),
-            "self_attn.v_proj": (kv, width),
-            "self_attn.o_proj": (size, q),
-            "post_attention_layernorm": (size,),
-            "mlp.gate_proj": (inner, size),
-            "mlp.up_proj": (inner, size),
-            "mlp.down_proj": (size, inner),
-        }
-        if input_norm:
-            shapes |= {"input_layernorm": (size,)}
-        if head_norms:
-            shapes |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
-        return {f"{layer}{name}.weight": shape for name, shape in shapes.items()}
-
-    def read(self, shapes: Shapes) -> dict[str, Tensor]:
-        """Return the checkpoint's weights: those of ``shapes``, and what is optional."""
-        checkpoint, file = self.checkpoint, self.checkpoint.weights
-        found = {key: one for key, one in checkpoint.tensors.items() if key not in ("d2t", "t2d")}
-        size, own = self.config.hidden_size, self.config.vocab_size
-        ends = {
-            "embed_tokens.weight": (own, size),
-            "lm_head.weight": (own if self.mapped is None else len(self.mapped), size),
-        }
-        wanted = shapes | {key: shape for key, shape in ends.items() if key in found}
-        # Any projection may have a bias, as those of heads for Qwen2 have.
-        biases = {f"{key.removesuffix('.weight')}.bias": shape[:1] for key, shape in wanted.items()}
-        wanted |= {
-            key: shape
-            for key, shape in biases.items()
-            if key in found and key.endswith(("_proj.bias", "fc.bias", "lm_head.bias"))
-        }
-        if missing := wanted.keys() - found.keys():
-            raise checkpoint.wrong(f"lacks the tensor {count_from_first(missing)} in {file}")
-        if unknown := found.keys() - wanted.keys():
-            raise checkpoint.wrong(f"has an unknown tensor {count_from_first(unknown)} in {file}")
-        for key, tensor in found.items():
-            if tensor.shape != wanted[key] or not tensor.is_floating_point():
-                raise checkpoint.wrong(
-                    f"has a tensor {key} of {tensor.dtype} {list(tensor.shape)} in {file}; "
-                    f"expected floating point {list(wanted[key])}"
-                )
-        return {key: one.to(self.device, self.dtype) for key, one in found.items()}
-
-    def blocks(
-        self, weights: dict[str, Tensor], layers: Sequence[str], windows: Sequence[int] = ()
-    ) -> tuple[Block, ...]:
-        """Pack the layers whose names begin so."""
-        config = self.config
-        length = min([self.target.max_context_len, *rescaling_lengths(config).values()])
-        rotary = RotaryTable(LlamaRotaryEmbedding(config).to(self.device), length, "draft")
-        geometry = AttnConfig(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            dtype=self.dtype,
-        )
-        ready(torch.device(self.device))
-        found = []
-        for layer, window in zip(layers, windows or (-1,) * len(layers), strict=True):
-            own = {
-                key.removeprefix(layer): one
-                for key, one in weights.items()
-                if key.startswith(layer)
-            }
-            shape = replace(geometry, window_left=window)
-            found.append(
-                Block.of_weights(own, rotary, shape, config.rms_norm_eps, activation_of(config))
-            )
-        return tuple(found)
-
-    def ends(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """Return what heads of every kind have around their layers.
-
-        The embedding has every token of the target, and the projection none that the target, or
-        the head, has not: those pad one of their vocabularies.
-        """
-        return {
-            "embed_tokens": self._embedding(weights.get("embed_tokens.weight")),
-            "lm_head": self._projection(weights),
-            "fc": weights.get("fc.weight"),
-            "fc_bias": weights.get("fc.bias"),
-            "target_ids": None if self.mapped is None else self.mapped.to(self.device),
-        }
-
-    def _embedding(self, own: Tensor | None) -> nn.Embedding:
-        """Return the embedding of a head, or of its target."""
-        size = self.config.hidden_size
-        if own is not None:
-            missing = self.target.vocab_size - len(own)
-            if missing > 0:  # they repeat the last one
-                own = torch.cat([own, own[-1:].expand(missing, -1)])
-            embedding: nn.Embedding = nn.Embedding.from_pretrained(own)
-            return embedding
-        shared = self.target.embed_tokens
-        if shared.embedding_dim != size:
-            raise self.checkpoint.wrong(
-                f"has no embed_tokens.weight in {self.checkpoint.weights}, and its hidden_size "
-                f"{size} is not the target's {shared.embedding_dim}, so the two "
-                "cannot share one"
-            )
-        return shared
-
-    def _projection(self, weights: dict[str, Tensor]) -> nn.Linear:
-        """Return the output projection of a head, or of its target."""
-        size, wanted = self.config.hidden_size, self.target.vocab_size
-        count = min(self.config.vocab_size, wanted) if self.mapped is None else len(self.mapped)
-        if "lm_head.weight" in weights:
-            lm_head = as_linear(weights["lm_head.weight"], weights.get("lm_head.bias"))
-        else:
-            lm_head = self.target.lm_head
-            if lm_head.in_features != size or (self.mapped is not None and count != wanted):
-                raise self.checkpoint.wrong(
-                    f"has no lm_head.weight in {self.checkpoint.weights}, and the target's "
-                    f"{list(lm_head.weight.shape)} is not [{count}, {size}], so the "
-                    "two cannot share one"
-                )
-        # what is left of a shard would not be gathered
-        if lm_head.out_features == count or is_sharded(lm_head):
-            return lm_head
-        bias = None if lm_head.bias is None else lm_head.bias[:count]
-        return as_linear(lm_head.weight[:count], bias)

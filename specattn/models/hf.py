@@ -5,28 +5,20 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Mxfp4Config,
-)
-from transformers.quantizers import AutoHfQuantizer
 
 from specattn.errors import ModelError
-from specattn.models.gguf_file import check_rope, dequantised, is_gguf, source_of
-from specattn.models.hub import blaming, count_from_first, locate
-from specattn.models.interface import INTERFACE, ModelState
+from specattn.models.interface import INTERFACE, ModelState, call_attend
+from specattn.models.pretrained import load_causal, tokenizer_of
 from specattn.models.probe import probe_layers
-from specattn.models.shards import check_heads, process_group, too_old
+from specattn.models.shards import check_heads, process_group
 from specattn.speculative.model import TargetOutput
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
@@ -118,36 +110,7 @@ class HFTarget:
             If the model is not found, unreachable, gated, corrupt or incomplete, or if this
             library does not compute its attention. ``argument`` is "target".
         """
-        name = locate("target", path_or_id)
-        if tp_plan is not None and is_gguf(name):
-            raise ModelError("target", f"{name} is a GGUF file, whose weights are not sharded")
-        with blaming("target", name), source_of(name) as (folder, file):
-            if file:
-                check_rope(name)
-            config = AutoConfig.from_pretrained(folder, **file, trust_remote_code=False)
-            _check_causal(name, config)
-            _check_quantised(name, config)
-            plain = dequantised() if file else _dequantised(config)
-            module, info = AutoModelForCausalLM.from_pretrained(
-                folder,
-                **file,
-                config=config,
-                dtype=dtype or "auto",
-                # Some classes know no other; `from_model` switches.
-                attn_implementation="eager",
-                trust_remote_code=False,
-                # Both are reported by name below; transformers would log a table, and
-                # initialise what is missing at random.
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **_distributed(name, tp_plan),
-                **plain,
-            )
-            _check_complete(name, info)
-            if dtype is not None and plain and not file:
-                _convert_experts(module, dtype)
-            if process_group(module) is None:
-                module = module.to(device)
+        module, name = load_causal(path_or_id, dtype=dtype, device=device, tp_plan=tp_plan)
         return cls.from_model(module, name=name)
 
     @classmethod
@@ -306,7 +269,7 @@ class HFTarget:
             return_dict=True,
             # What a list of indices selects differs between versions of transformers.
             output_hidden_states=bool(self.features.hidden_states),
-            specattn_attention=partial(_attention, attend),
+            specattn_attention=partial(call_attend, attend),
             **({"logits_to_keep": rows} if narrow else {}),
         )
         logits = output.logits[0]  # [R or T, V]
@@ -320,9 +283,6 @@ class HFTarget:
     @cached_property
     def _takes_rows(self) -> bool:
         return "logits_to_keep" in inspect.signature(self.module.forward).parameters
-
-
-_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
 
 
 def refuse_rescaling(argument: str, name: str, config: Any, max_context_len: int) -> None:
@@ -366,96 +326,3 @@ def rescaling_lengths(config: Any) -> dict[str, int]:
         elif kind == "dynamic":
             found[kind] = longest
     return found
-
-
-def tokenizer_of(name: str) -> Any:
-    """Load the tokenizer of a model folder or Hub id.
-
-    Raises
-    ------
-    ModelError
-        If there is none, or it cannot be loaded; a model built in memory, with no name, has none.
-    """
-    if not name:
-        raise ModelError("target", "a model built in memory has no tokenizer")
-    files = Path(name)
-    if files.is_dir() and not any(any(files.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        raise ModelError("target", f"{name} has no tokenizer: there is no tokenizer.json in it")
-    with blaming("target", f"the tokenizer of {name}"), source_of(name) as (folder, file):
-        tokenizer = AutoTokenizer.from_pretrained(folder, **file, trust_remote_code=False)
-    # a context that is too short is an error here; a warning before it would say less
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-    return tokenizer
-
-
-def _attention(
-    attend: Attend,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    *,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Call ``attend`` with ``[1, heads, T, D]``; return ``[1, T, heads, Dv]``."""
-    q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
-    # an `attend` of one's own need not know of sinks that a model does not have
-    sinks = {} if s_aux is None else {"sinks": s_aux}
-    return attend(module.layer_idx, q, k, v, **sinks)[None]
-
-
-def _distributed(name: str, tp_plan: str | dict[str, str] | None) -> dict[str, Any]:
-    """Return the arguments of transformers' ``from_pretrained`` that shard a model."""
-    if tp_plan is None:
-        return {}
-    from transformers.distributed import DistributedConfig
-
-    if "tp_plan" not in DistributedConfig.__dataclass_fields__:
-        raise too_old(name)
-    return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
-
-
-def _check_causal(name: str, config: Any) -> None:
-    if config.is_encoder_decoder:
-        raise ModelError("target", f"{name} is an encoder-decoder; only decoders are supported")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError("target", f"{name} is no causal language model ({config.model_type})")
-
-
-def _check_quantised(name: str, config: Any) -> None:
-    """Refuse weights that transformers would take for plain ones, with a warning."""
-    quantised = getattr(config, "quantization_config", None)
-    if quantised and not AutoHfQuantizer.supports_quant_method(quantised):
-        method = quantised.get("quant_method")
-        raise ModelError("target", f"{name} has quant_method {method!r}, unknown to transformers")
-
-
-def _dequantised(config: Any) -> dict[str, Any]:
-    """Return the arguments that load MXFP4 weights (gpt-oss) as plain ones.
-
-    Kernels for them as they are come from the Hub, on some machines; nothing here has run them.
-    """
-    quantised = getattr(config, "quantization_config", None) or {}
-    if quantised.get("quant_method") != "mxfp4":
-        return {}
-    return {"quantization_config": Mxfp4Config(dequantize=True)}
-
-
-def _convert_experts(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert what some releases of transformers dequantise to bfloat16 always."""
-    for parameter in module.parameters():
-        if parameter.dtype == torch.bfloat16:
-            parameter.data = parameter.data.to(dtype)
-
-
-def _check_complete(name: str, info: dict[str, Any]) -> None:
-    """Refuse a checkpoint with weights missing, which transformers would draw at random."""
-    if missing := info["missing_keys"]:
-        raise ModelError("target", f"{name} lacks the tensor {count_from_first(missing)}")
-    # Each comes with the two shapes.
-    if mismatched := {key for key, *_ in info["mismatched_keys"]}:
-        raise ModelError(
-            "target", f"{name} has the wrong shape for the tensor {count_from_first(mismatched)}"
-        )

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from specattn.speculative.model import Attend
+
 #: Attention of this name is whatever callable the model was called with.
 INTERFACE = "specattn"
 
@@ -92,6 +94,24 @@ def dispatch(
             "has it or specattn.generate runs; HFTarget.restore gives it its own attention back",
         )
     return specattn_attention(module, query, key, value, attention_mask, **asked), None
+
+
+def call_attend(
+    attend: Attend,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Call ``attend`` with ``[1, heads, T, D]``; return ``[1, T, heads, Dv]``."""
+    q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
+    # an `attend` of one's own need not know of sinks that a model does not have
+    sinks = {} if s_aux is None else {"sinks": s_aux}
+    return attend(module.layer_idx, q, k, v, **sinks)[None]
 
 
 AttentionInterface.register(INTERFACE, dispatch)

@@ -23,7 +23,8 @@ from specattn.models.fused.block import (
     activation_of,
     product,
 )
-from specattn.models.hf import FeatureSpec, HFTarget, tokenizer_of
+from specattn.models.hf import FeatureSpec, HFTarget
+from specattn.models.pretrained import tokenizer_of
 from specattn.models.shards import is_sharded
 from specattn.speculative.model import TargetOutput
 

@@ -1,0 +1,173 @@
+"""Weights and parts of draft heads, of any kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specattn.config import AttnConfig
+from specattn.kernels.fused.stream import ready
+from specattn.models.fused.block import Block, RotaryTable, activation_of, as_linear
+from specattn.models.hf import rescaling_lengths
+from specattn.models.hub import count_from_first
+from specattn.models.shards import is_sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import LlamaConfig
+
+    from specattn.models.checkpoint import Checkpoint
+    from specattn.models.fused import FusedTarget
+    from specattn.models.hf import HFTarget
+
+    Target = HFTarget | FusedTarget
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class HeadBuilder:
+    """Reads a head's weights and makes its parts."""
+
+    checkpoint: Checkpoint
+    target: Target
+    config: LlamaConfig
+    mapped: Tensor | None  # [Vd], the target ids of a vocabulary of its own
+    dtype: torch.dtype
+    device: torch.device | str
+
+    def layer_shapes(
+        self, layer: str, width: int, *, head_norms: bool = False, input_norm: bool = True
+    ) -> Shapes:
+        """Return the shapes of a layer that reads ``width`` numbers."""
+        config = self.config
+        size, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+        shapes: Shapes = {
+            "self_attn.q_proj": (q, width),
+            "self_attn.k_proj": (kv, width),
+            "self_attn.v_proj": (kv, width),
+            "self_attn.o_proj": (size, q),
+            "post_attention_layernorm": (size,),
+            "mlp.gate_proj": (inner, size),
+            "mlp.up_proj": (inner, size),
+            "mlp.down_proj": (size, inner),
+        }
+        if input_norm:
+            shapes |= {"input_layernorm": (size,)}
+        if head_norms:
+            shapes |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
+        return {f"{layer}{name}.weight": shape for name, shape in shapes.items()}
+
+    def read(self, shapes: Shapes) -> dict[str, Tensor]:
+        """Return the checkpoint's weights: those of ``shapes``, and what is optional."""
+        checkpoint, file = self.checkpoint, self.checkpoint.weights
+        found = {key: one for key, one in checkpoint.tensors.items() if key not in ("d2t", "t2d")}
+        size, own = self.config.hidden_size, self.config.vocab_size
+        ends = {
+            "embed_tokens.weight": (own, size),
+            "lm_head.weight": (own if self.mapped is None else len(self.mapped), size),
+        }
+        wanted = shapes | {key: shape for key, shape in ends.items() if key in found}
+        # Any projection may have a bias, as those of heads for Qwen2 have.
+        biases = {f"{key.removesuffix('.weight')}.bias": shape[:1] for key, shape in wanted.items()}
+        wanted |= {
+            key: shape
+            for key, shape in biases.items()
+            if key in found and key.endswith(("_proj.bias", "fc.bias", "lm_head.bias"))
+        }
+        if missing := wanted.keys() - found.keys():
+            raise checkpoint.wrong(f"lacks the tensor {count_from_first(missing)} in {file}")
+        if unknown := found.keys() - wanted.keys():
+            raise checkpoint.wrong(f"has an unknown tensor {count_from_first(unknown)} in {file}")
+        for key, tensor in found.items():
+            if tensor.shape != wanted[key] or not tensor.is_floating_point():
+                raise checkpoint.wrong(
+                    f"has a tensor {key} of {tensor.dtype} {list(tensor.shape)} in {file}; "
+                    f"expected floating point {list(wanted[key])}"
+                )
+        return {key: one.to(self.device, self.dtype) for key, one in found.items()}
+
+    def blocks(
+        self, weights: dict[str, Tensor], layers: Sequence[str], windows: Sequence[int] = ()
+    ) -> tuple[Block, ...]:
+        """Pack the layers whose names begin so."""
+        config = self.config
+        length = min([self.target.max_context_len, *rescaling_lengths(config).values()])
+        rotary = RotaryTable(LlamaRotaryEmbedding(config).to(self.device), length, "draft")
+        geometry = AttnConfig(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            dtype=self.dtype,
+        )
+        ready(torch.device(self.device))
+        found = []
+        for layer, window in zip(layers, windows or (-1,) * len(layers), strict=True):
+            own = {
+                key.removeprefix(layer): one
+                for key, one in weights.items()
+                if key.startswith(layer)
+            }
+            shape = replace(geometry, window_left=window)
+            found.append(
+                Block.of_weights(own, rotary, shape, config.rms_norm_eps, activation_of(config))
+            )
+        return tuple(found)
+
+    def ends(self, weights: dict[str, Tensor]) -> dict[str, Any]:
+        """Return what heads of every kind have around their layers.
+
+        The embedding has every token of the target, and the projection none that the target, or
+        the head, has not: those pad one of their vocabularies.
+        """
+        return {
+            "embed_tokens": self._embedding(weights.get("embed_tokens.weight")),
+            "lm_head": self._projection(weights),
+            "fc": weights.get("fc.weight"),
+            "fc_bias": weights.get("fc.bias"),
+            "target_ids": None if self.mapped is None else self.mapped.to(self.device),
+        }
+
+    def _embedding(self, own: Tensor | None) -> nn.Embedding:
+        """Return the embedding of a head, or of its target."""
+        size = self.config.hidden_size
+        if own is not None:
+            missing = self.target.vocab_size - len(own)
+            if missing > 0:  # they repeat the last one
+                own = torch.cat([own, own[-1:].expand(missing, -1)])
+            embedding: nn.Embedding = nn.Embedding.from_pretrained(own)
+            return embedding
+        shared = self.target.embed_tokens
+        if shared.embedding_dim != size:
+            raise self.checkpoint.wrong(
+                f"has no embed_tokens.weight in {self.checkpoint.weights}, and its hidden_size "
+                f"{size} is not the target's {shared.embedding_dim}, so the two "
+                "cannot share one"
+            )
+        return shared
+
+    def _projection(self, weights: dict[str, Tensor]) -> nn.Linear:
+        """Return the output projection of a head, or of its target."""
+        size, wanted = self.config.hidden_size, self.target.vocab_size
+        count = min(self.config.vocab_size, wanted) if self.mapped is None else len(self.mapped)
+        if "lm_head.weight" in weights:
+            lm_head = as_linear(weights["lm_head.weight"], weights.get("lm_head.bias"))
+        else:
+            lm_head = self.target.lm_head
+            if lm_head.in_features != size or (self.mapped is not None and count != wanted):
+                raise self.checkpoint.wrong(
+                    f"has no lm_head.weight in {self.checkpoint.weights}, and the target's "
+                    f"{list(lm_head.weight.shape)} is not [{count}, {size}], so the "
+                    "two cannot share one"
+                )
+        # what is left of a shard would not be gathered
+        if lm_head.out_features == count or is_sharded(lm_head):
+            return lm_head
+        bias = None if lm_head.bias is None else lm_head.bias[:count]
+        return as_linear(lm_head.weight[:count], bias)
