@@ -77,7 +77,7 @@ class Checkpoint:
 
         It must have ``least`` of them.
         """
-        found = self.settings.get(key)
+        found: list[int] | None = self.settings.get(key)
         if found is None:
             return None
         listed = isinstance(found, list) and len(found) >= least
