@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
@@ -380,5 +380,9 @@ class SpecConfig:
 
     def plain(self) -> SpecConfig:
         """Return plain decoding over the same tables, one token per step."""
-        sizes = {name: getattr(self, name) for name in TABLE_SIZES}
-        return SpecConfig(num_steps=0, num_draft_tokens=1, **sizes)
+        return SpecConfig(num_steps=0, num_draft_tokens=1, **self.sizes)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The sizes of its tables, by name."""
+        return {name: getattr(self, name) for name in TABLE_SIZES}

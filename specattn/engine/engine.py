@@ -195,7 +195,7 @@ class Engine:
         )
         pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
         slots = pages * config.page_size if num_slots is None else num_slots
-        self.table = _table(config, slots, target.device)
+        self.table = SlotTable(**config.sizes, num_slots=slots, device=target.device)
         slot = partial(_slot, config, slots, target.device, kv_dtype)
         slot = partial(slot, backend=backend, deterministic=deterministic)
         self.target: ModelSlot[TargetModel] = slot(target, scales=kv_scales[0])
@@ -662,17 +662,6 @@ class Engine:
         for decoder in self._decoders.values():
             decoder.settle()
         self._changing = False
-
-
-def _table(config: SpecConfig, num_slots: int, device: torch.device) -> SlotTable:
-    """Return a table of a config's sizes."""
-    return SlotTable(
-        max_num_reqs=config.max_num_reqs,
-        max_context_len=config.max_context_len,
-        num_slots=num_slots,
-        page_size=config.page_size,
-        device=device,
-    )
 
 
 def _slot(

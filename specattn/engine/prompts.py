@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.kernels.processors import bitmask_words
-from specattn.speculative.grammar import bitmask_of
+from specattn.speculative.grammar import bitmask_of, open_bitmask
 from specattn.speculative.prefill import Prompt
 from specattn.speculative.sampling import SamplingBatch
 
@@ -83,7 +82,7 @@ class PromptRunner:
         if all(one.grammar is None for one in admitted):
             return None
         vocab = self.prefill.target.model.vocab_size
-        masks = torch.full((len(admitted), 1, bitmask_words(vocab)), -1, dtype=torch.int32)
+        masks = open_bitmask(len(admitted), 1, vocab=vocab)
         for at, one in enumerate(admitted):
             if one.grammar is not None:
                 last = one.request.prompt[-1:]

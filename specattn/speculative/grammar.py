@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -83,10 +83,14 @@ def bitmask_of(
     grammar: Grammar, tokens: Sequence[int], parents: Sequence[int], vocab: int, *, pin: bool
 ) -> Tensor:
     """Return a grammar's bitmask ``[n, ceil(V / 32)]`` on the host."""
-    shape = len(tokens), bitmask_words(vocab)
-    mask = torch.full(shape, -1, dtype=torch.int32, pin_memory=pin)
+    mask = open_bitmask(len(tokens), vocab=vocab, pin_memory=pin)
     grammar.fill(tokens, parents, mask)
     return mask
+
+
+def open_bitmask(*rows: int, vocab: int, **options: Any) -> Tensor:
+    """Return a bitmask ``[*rows, ceil(V / 32)]`` that allows every token."""
+    return torch.full((*rows, bitmask_words(vocab)), -1, dtype=torch.int32, **options)
 
 
 def _parents(children: Sequence[int], siblings: Sequence[int]) -> list[int]:

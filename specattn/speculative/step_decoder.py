@@ -16,9 +16,8 @@ from specattn.buffers import ReadOnly
 from specattn.cache.slot_table import SlotTable
 from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureMismatch
-from specattn.kernels.processors import bitmask_words
 from specattn.speculative.drafts import as_proposer
-from specattn.speculative.grammar import fill_bitmasks
+from specattn.speculative.grammar import fill_bitmasks, open_bitmask
 from specattn.speculative.host_buffers import HostBuffers, InFlight, PendingStep
 from specattn.speculative.host_proposer import HostProposer, checked_trees
 from specattn.speculative.launch import StepLaunch, StepMemory
@@ -533,10 +532,8 @@ class StepDecoder(ReadOnly):
         return self._bitmask[:batch]
 
     def _new_bitmask(self, batch: int) -> Tensor:
-        """Return a bitmask by which every token may follow."""
-        words = bitmask_words(self.target.model.vocab_size)
-        shape = batch, self.config.num_draft_tokens, words
-        return torch.full(shape, -1, dtype=torch.int32, device=self.setup.device)
+        nodes, vocab = self.config.num_draft_tokens, self.target.model.vocab_size
+        return open_bitmask(batch, nodes, vocab=vocab, device=self.setup.device)
 
 
 def _launch(captured: Captured) -> StepLaunch:
