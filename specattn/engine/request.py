@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from specattn.engine.detokenizer import TextStream
     from specattn.speculative.grammar import Grammar
-    from specattn.speculative.logprobs import TokenLogprobs
+    from specattn.speculative.host_buffers import TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.buffers import BufferSet, Fingerprint
-    from specattn.speculative.host_buffers import HostBuffers
+    from specattn.speculative.host_buffers import HostBuffers, LogprobBuffers
     from specattn.speculative.host_proposer import HostTree
-    from specattn.speculative.logprobs import LogprobBuffers
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.step_setup import StepSetup
 

@@ -13,7 +13,7 @@ from specattn.batch import DraftTree
 from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
 from specattn.speculative.drafts import as_proposer
-from specattn.speculative.logprobs import LogprobBuffers
+from specattn.speculative.host_buffers import LogprobBuffers
 from specattn.speculative.processing import LogitsProcessing, Processing
 from specattn.speculative.proposer import PromptChunk
 from specattn.speculative.validation import check_logits, check_prompts

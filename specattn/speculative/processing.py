@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from specattn.batch import AcceptResult, DraftTree
     from specattn.buffers import BufferSet, Fingerprint
-    from specattn.speculative.logprobs import LogprobBuffers
+    from specattn.speculative.host_buffers import LogprobBuffers
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.sampling import SamplingBatch
 

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from specattn.attention.bound import BoundLayers
     from specattn.backends.base import Fillable
     from specattn.config import SpecConfig
-    from specattn.speculative.host_buffers import HostBuffers
-    from specattn.speculative.logprobs import LogprobBuffers
+    from specattn.speculative.host_buffers import HostBuffers, LogprobBuffers
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposal
     from specattn.speculative.step_setup import StepSetup

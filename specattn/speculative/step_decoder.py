@@ -18,11 +18,10 @@ from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureMismatch
 from specattn.speculative.drafts import as_proposer
 from specattn.speculative.grammar import fill_bitmasks, open_bitmask
-from specattn.speculative.host_buffers import HostBuffers, InFlight, PendingStep
+from specattn.speculative.host_buffers import HostBuffers, InFlight, LogprobBuffers, PendingStep
 from specattn.speculative.host_proposer import HostProposer, checked_trees
 from specattn.speculative.launch import StepLaunch, StepMemory
 from specattn.speculative.level import Level
-from specattn.speculative.logprobs import LogprobBuffers
 from specattn.speculative.step import StepPart
 from specattn.speculative.step_setup import CudagraphMode, StepOptions, StepSetup
 from specattn.speculative.validation import (
