@@ -11,11 +11,12 @@ def require_shape(
 ) -> None:
     """Raise ValueError, naming the tensor, unless all have a shape and dtype."""
     for name, tensor in tensors.items():
-        if tensor is not None and (tensor.shape != shape or dtype not in (None, tensor.dtype)):
-            kinds = ("", "") if dtype is None else (f" {dtype}", f" {tensor.dtype}")
-            raise ValueError(
-                f"{name} must be {list(shape)}{kinds[0]}, got {list(tensor.shape)}{kinds[1]}"
-            )
+        if tensor is None or (tensor.shape == shape and (dtype or tensor.dtype) == tensor.dtype):
+            continue
+        kinds = ("", "") if dtype is None else (f" {dtype}", f" {tensor.dtype}")
+        raise ValueError(
+            f"{name} must be {list(shape)}{kinds[0]}, got {list(tensor.shape)}{kinds[1]}"
+        )
 
 
 def require_integers(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
@@ -30,13 +31,18 @@ def require_integers(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
             )
 
 
-def require_dense(**tensors: Tensor | None) -> None:
-    """Raise ValueError, naming the tensor, unless kernels may index all as contiguous."""
+def require_dense(strided: int = 0, /, **tensors: Tensor | None) -> None:
+    """Raise ValueError, naming the tensor, unless kernels may index all as contiguous.
+
+    The first ``strided`` axes may have any strides.
+    """
     for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
+        if tensor is None or tensor.is_contiguous():
+            continue
+        if not strided or not tensor[(slice(1),) * strided].is_contiguous():
             raise ValueError(
-                f"{name} must be contiguous, got shape {tuple(tensor.shape)} and strides "
-                f"{tensor.stride()}"
+                f"{name} must be contiguous{' but for its first axes' if strided else ''}, "
+                f"got shape {tuple(tensor.shape)} and strides {tensor.stride()}"
             )
 
 

@@ -11,6 +11,7 @@ weights of its norm before it waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,7 +103,8 @@ def add_rms_norm(
                 residual_out.stride(0),
                 out.stride(0),
                 SPLIT=partials.shape[0],
-                **_whole_rows(residual),
+                **_whole_rows(size),
+                **launch_options(residual.device),
             )
         return out, residual_out
     total = (partials.float().sum(0) + residual.float()).to(residual.dtype)
@@ -152,7 +154,8 @@ def embed_rms_norm(
                 table.stride(0),
                 embedded.stride(0),
                 out.stride(0),
-                **_whole_rows(out),
+                **_whole_rows(size),
+                **launch_options(weight.device),
             )
         return out, embedded
     embedded.copy_(table[ids])
@@ -208,7 +211,8 @@ def embed_norm_pair(
                 eps,
                 table.stride(0),
                 hidden.stride(0),
-                **_whole_rows(hidden),
+                **_whole_rows(size),
+                **launch_options(hidden.device),
             )
         return out, hidden if chosen is None else chosen
     if rows is not None:
@@ -376,10 +380,9 @@ def _by_columns(kernel: Any, partials: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _whole_rows(rows: Tensor) -> dict[str, Any]:
+@cache
+def _whole_rows(size: int) -> dict[str, int]:
     """Return the constants of kernels that take whole rows."""
-    size = rows.shape[-1]
     block = power_of_2(size)
     # as many warps as a row takes: they await memory
-    warps = max(1, min(32, block // 128))
-    return {"SIZE": size, "BLOCK": block, "num_warps": warps, **launch_options(rows.device)}
+    return {"SIZE": size, "BLOCK": block, "num_warps": max(1, min(32, block // 128))}

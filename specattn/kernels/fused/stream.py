@@ -16,7 +16,6 @@ from torch.nn.functional import linear, silu
 
 from specattn.checks import whole_number
 from specattn.kernels.gluon_guard import gluon_ok, tma_boxes
-from specattn.kernels.launch import cdiv
 
 MAX_ROWS = 128
 # rows of weights per half of a CTA; 64 is the whole of a matrix instruction
@@ -140,7 +139,7 @@ def _gains(x: Tensor, weight: Tensor) -> bool:
 
 def _splits(x: Tensor, weight: Tensor, tile: StreamTile) -> tuple[int, int]:
     """Choose rows of weights per half CTA, and shares of K."""
-    return _shares(len(weight), 2, cdiv(x.shape[1], tile.block_k), tile, x.device)
+    return _shares(len(weight), 2, -(-x.shape[1] // tile.block_k), tile, x.device)
 
 
 def _shares(
@@ -152,7 +151,7 @@ def _shares(
     for step in STEPS + SHORT_STEPS:
         if step == SHORT_STEPS[0] and best[0] > 0.5:
             break
-        tiles = cdiv(width, halves * step)
+        tiles = -(-width // (halves * step))
         split = max(1, min(slots // tiles, steps // 4))
         # the last turn of CTAs leaves multiprocessors idle
         turns = width / (halves * step) * split / slots
@@ -166,10 +165,10 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: StreamTile, step: int)
     """Launch on ``out``, ``[S, T, N]`` or, of gated products, ``[T, I]``."""
     from specattn.kernels.fused.gluon import gluon_linear_kernel
 
-    gated, width = out.dim() == 2, out.shape[-1]
-    split, stride_part = (1, 0) if gated else (len(out), out.stride(0))
-    tiles = cdiv(width, step if gated else 2 * step)
-    steps = cdiv(x.shape[1], tile.block_k)
+    gated, width, strides = out.dim() == 2, out.shape[-1], out.stride()
+    split, stride_part = (1, 0) if gated else (len(out), strides[0])
+    tiles = -(-width // (step if gated else 2 * step))
+    steps = -(-x.shape[1] // tile.block_k)
     # as many CTAs as run at once: a further one would begin to read when another has ended
     most = _multiprocessors(x.device) * tile.ctas_per_sm
     gluon_linear_kernel[(min(tiles * split, most),)](
@@ -180,13 +179,13 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: StreamTile, step: int)
         width,
         steps,
         stride_part,
-        out.stride(-2),
+        strides[-2],
         STEP=step,
         BT=tile.rows,
         BK=tile.block_k,
         STAGES=tile.stages,
         BOX=BOX,
-        BOXES=cdiv(len(x), BOX),
+        BOXES=-(-len(x) // BOX),
         SPLIT=split,
         GATED=gated,
         MANY=tiles * split > most,

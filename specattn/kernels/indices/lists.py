@@ -141,7 +141,8 @@ def fill_draft_kv(keys: KeySlots, words: Tensor, *, kv_indptr: Tensor, kv_indice
     require_shape((steps, max(width, kv_indices.shape[1])), kv_indices=kv_indices)
     if num_words * 64 < steps * topk:
         raise ValueError(f"words must have a bit for each of {steps * topk} nodes")
-    require_dense(tail=branch_slots[:1], words=words, kv_indices=kv_indices[:1])
+    require_dense(words=words)
+    require_dense(1, tail=branch_slots, kv_indices=kv_indices)
     if not batch * steps:
         kv_indptr.zero_()
         return
@@ -199,7 +200,8 @@ def fill_draft_tails(
         As in `fill_draft_kv`; only ``kv_indices[step]`` is written.
     """
     _, _, seq_lens, branch_slots = keys
-    require_dense(tail=branch_slots[:1], words=words, kv_indices=kv_indices[:1])
+    require_dense(words=words)
+    require_dense(1, tail=branch_slots, kv_indices=kv_indices)
     if not len(words):
         return
     batch, _, topk, num_words = words.shape

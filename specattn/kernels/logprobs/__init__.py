@@ -137,7 +137,7 @@ def _check_outs(tokens: Tensor, values_out: Tensor, ids_out: Tensor) -> None:
     shape = slots, max(rows, batch), depth, width
     require_shape(shape, torch.float32, values_out=values_out)
     require_shape(shape, torch.int64, ids_out=ids_out)
-    require_dense(values_out=values_out[:1, :1], ids_out=ids_out[:1, :1])
+    require_dense(2, values_out=values_out, ids_out=ids_out)
 
 
 def _along(nodes: Tensor, path: Tensor) -> Tensor:

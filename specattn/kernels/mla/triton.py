@@ -25,7 +25,7 @@ class LatentKernels(TreeKernels):
         self._tile = tile = self.grid.tile
         if tile.block_n > 64:
             raise ValueError(f"block_n must be at most 64, got {tile.block_n}")
-        self._sizes = {
+        sizes = {
             "Q_LEN": bucket.q_len,
             "TAIL": bucket.tail_len,
             "WORDS": bucket.words,
@@ -34,7 +34,16 @@ class LatentKernels(TreeKernels):
             "STAGES": tile.stages,
             **self.launch_options,
         }
-        self._widths = latent_widths(bucket.head_dim, bucket.v_head_dim) | tile_options(tile)
+        widths = latent_widths(bucket.head_dim, bucket.v_head_dim)
+        blocks = {"BM": tile.block_m, "BN": tile.block_n, "SHORT": tile.short}
+        self._constants = sizes | blocks | widths | tile_options(tile)
+        if isinstance(tile, GluonTile):
+            registers = {
+                "PRODUCER_REGS": tile.producer_regs,
+                "CONSUMER_REGS": tile.consumer_regs,
+                "maxnreg": tile.max_regs,
+            }
+            self._gluon_constants = sizes | registers | {"num_warps": 4}
 
     def choose_tile(self, bucket: TreeAttention) -> TileConfig:
         """Choose the kernel and its tile: Gluon's where it serves."""
@@ -72,11 +81,7 @@ class LatentKernels(TreeKernels):
                 q.stride(1) // 8,
                 *outer,
                 SLOT=k_cache.stride(0),
-                **self._sizes,
-                PRODUCER_REGS=tile.producer_regs,
-                CONSUMER_REGS=tile.consumer_regs,
-                num_warps=4,
-                maxnreg=tile.max_regs,
+                **self._gluon_constants,
             )
             return
         mla_attention_kernel[blocks](
@@ -84,9 +89,5 @@ class LatentKernels(TreeKernels):
             *row_strides(q),
             *outer,
             SLOT=k_cache.stride(0),
-            **self._sizes,
-            BM=tile.block_m,
-            BN=tile.block_n,
-            SHORT=tile.short,
-            **self._widths,
+            **self._constants,
         )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.checks import whole_number
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import cdiv, power_of_2
@@ -60,10 +59,12 @@ def top_tokens(
         If V is smaller than ``topk``, or a shape, dtype or layout is another.
     """
     vocab = logits.shape[1]
-    whole_number("topk", topk, 1, vocab)
-    require_shape((vocab,), torch.int64, target_ids=target_ids)
+    if not 1 <= topk <= vocab:
+        raise ValueError(f"topk must be 1..{vocab}, got {topk}")
     require_rows(logits=logits)
     require_dense(probs_out=probs_out, ids_out=ids_out, target_ids=target_ids)
+    if target_ids is not None:
+        require_shape((vocab,), torch.int64, target_ids=target_ids)
     if not len(logits):
         return
     if on_triton(logits):

@@ -106,13 +106,8 @@ def begin_step(
     """
     _check_start(out, rows.shape[1], reserve_len)
     _check_copies(rows.shape[1], [(copy, table) for table, copy in copies], "output")
-    require_dense(
-        rows=rows[:1],
-        entry=entry,
-        seq_lens=seq_lens,
-        reserved=reserved,
-        req_to_token=req_to_token[:1],
-    )
+    require_dense(entry=entry, seq_lens=seq_lens, reserved=reserved)
+    require_rows(rows=rows, req_to_token=req_to_token)
     if not rows.shape[1]:
         return
     context, depth = req_to_token.shape[1], out.positions.shape[1]
@@ -213,12 +208,11 @@ def end_step(
         rows=rows,
         seq_lens=seq_lens,
         accept_lens=accepted.accept_lens,
-        accept_tokens=accepted.accept_tokens[:1],
         bonus_tokens=accepted.bonus_tokens,
         seq_lens_table=seq_lens_table,
         bonus_table=bonus_table,
-        packed_out=packed_out[:1],
     )
+    require_rows(accept_tokens=accepted.accept_tokens, packed_out=packed_out)
     if not len(rows):
         return
     if on_triton(rows):
@@ -292,15 +286,9 @@ def gather_path(
     (batch, depth), width = accept_index.shape, features.shape[2]
     require_shape((batch, *features.shape[1:]), features=features)
     require_shape((batch, depth, width), features_out=features_out)
-    require_dense(
-        features=features[:1, :1],
-        features_out=features_out[:1, :1],
-        accept_index=accept_index[:1],
-        accept_lens=accept_lens,
-        seq_lens=seq_lens,
-        last_rows_out=last_rows_out,
-        after_out=after_out,
-    )
+    require_rows(features=features, features_out=features_out, accept_index=accept_index)
+    require_dense(accept_lens=accept_lens, seq_lens=seq_lens)
+    require_dense(last_rows_out=last_rows_out, after_out=after_out)
     if not accept_index.numel():
         return
     if on_triton(features):
@@ -351,8 +339,12 @@ def write_output(packed: Tensor, buffer: Tensor, entry: Tensor) -> None:
         Before anything is written: if the buffer has another width, or fewer rows.
     """
     rows, width = packed.shape
-    require_shape((len(buffer), max(buffer.shape[1], rows), width), buffer=buffer)
-    require_dense(buffer=buffer[:1])
+    dense = buffer.stride()[1:] == (width, 1)
+    if buffer.shape[2] != width or buffer.shape[1] < rows or not dense:
+        raise ValueError(
+            f"buffer must be [S, at least {rows}, {width}], dense but for its first axis, "
+            f"got {list(buffer.shape)} with strides {buffer.stride()}"
+        )
     if on_triton(packed):
         launch.write_output_kernel[(1,)](
             packed,

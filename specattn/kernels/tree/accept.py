@@ -56,7 +56,10 @@ def accept_greedy(
             tree.retrieve_next_token,
             tree.retrieve_next_sibling,
             target_argmax,
-            *_written(out),
+            out.accept_index,
+            out.accept_tokens,
+            out.accept_lens,
+            out.bonus_tokens,
             n,
             steps,
             steps.bit_length(),
@@ -123,7 +126,10 @@ def accept_sampled(
             coins,
             final_coins,
             torch.empty_like(tokens),
-            *_written(out),
+            out.accept_index,
+            out.accept_tokens,
+            out.accept_lens,
+            out.bonus_tokens,
             n,
             steps,
             vocab,
@@ -194,7 +200,10 @@ def accept_rejection(
             target_probs,
             coins,
             final_coins,
-            *_written(out),
+            out.accept_index,
+            out.accept_tokens,
+            out.accept_lens,
+            out.bonus_tokens,
             tokens.shape[1],
             steps,
             vocab,
@@ -218,10 +227,6 @@ def accept_rejection(
         residual = weights - torch.where(taken[:, None] < steps, refuted, 0.0)
     path = torch.where(depth <= taken[:, None], depth, -1)
     _emit(path, tokens, _draw_bonus(path, residual, weights, final_coins), out)
-
-
-def _written(out: AcceptResult) -> tuple[Tensor, ...]:
-    return out.accept_index, out.accept_tokens, out.accept_lens, out.bonus_tokens
 
 
 def _check_path(tree: DraftTree, out: AcceptResult) -> None:
@@ -310,6 +315,7 @@ def _emit(path: Tensor, tokens: Tensor, bonus: Tensor, out: AcceptResult) -> Non
     following = torch.cat([path[:, 1:], torch.full_like(path[:, :1], -1)], dim=1)
     taken = tokens.gather(1, following.clamp(min=0)).masked_fill(following < 0, 0)
     last = torch.arange(path.shape[1], device=path.device) == length[:, None] - 1
-    emitted = torch.where(last, bonus[:, None].clamp(min=0), taken)
-    for old, new in zip(_written(out), (path, emitted, length, bonus), strict=True):
-        old.copy_(new)
+    out.accept_index.copy_(path)
+    out.accept_tokens.copy_(torch.where(last, bonus[:, None].clamp(min=0), taken))
+    out.accept_lens.copy_(length)
+    out.bonus_tokens.copy_(bonus)

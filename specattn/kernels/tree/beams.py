@@ -80,10 +80,15 @@ def select_beams(
     (batch, width, topk), scores, words = child_probs.shape, None, None
     if beams is not None:
         scores, words = beams.scores, beams.words
-        require_dense(scores=scores, words=words[:1])
-    require_dense(child_probs=child_probs, child_tokens=child_tokens)
+    require_dense(child_probs=child_probs, child_tokens=child_tokens, scores=scores)
     if out is not None:
-        _check_beams(out, (step + 1) * topk, candidates.parents.shape[1])
+        nodes, groups = (step + 1) * topk, candidates.parents.shape[1]
+        if groups < 1 + nodes:
+            raise ValueError(f"candidates must have {1 + nodes} groups to pick beams, got {groups}")
+        if out.words.shape[2] * 64 < nodes:
+            raise ValueError(f"out.words must have a bit for each of {nodes} nodes")
+        require_dense(scores_out=out.scores, tokens_out=out.tokens, rows_out=out.rows)
+        require_dense(1, words=words, words_out=out.words)
     if not batch:
         return
     if on_triton(child_probs):
@@ -178,7 +183,7 @@ def grow_words(words: Tensor, step: int, parents: Tensor | None, *, flat: bool =
             f"got {list(shape)} {words.dtype}"
         )
     whole_number("step", step, 0, shape[1] - 1)
-    require_dense(words=words[:1])
+    require_dense(1, words=words)
     if not step:
         parents = None
     elif parents is None:
@@ -227,14 +232,3 @@ def _candidate_offset(step: int, child_probs: Tensor, candidates: Candidates) ->
             f"({start}..{start + beams * topk - 1})"
         )
     return start
-
-
-def _check_beams(out: Beams, nodes: int, groups: int) -> None:
-    """Raise ValueError unless nodes have a bit and a group each."""
-    if groups < 1 + nodes:
-        raise ValueError(f"candidates must have {1 + nodes} groups to pick beams, got {groups}")
-    if out.words.shape[2] * 64 < nodes:
-        raise ValueError(f"out.words must have a bit for each of {nodes} nodes")
-    require_dense(
-        scores_out=out.scores, tokens_out=out.tokens, rows_out=out.rows, words_out=out.words[:1]
-    )

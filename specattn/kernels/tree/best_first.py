@@ -56,7 +56,8 @@ def best_first_tree(
     """
     log_probs, tokens, nodes = marginals.log_probs, marginals.tokens, out.tokens.shape[1]
     _check_marginals(log_probs, tokens, nodes)
-    require_dense(log_probs=log_probs[:1], tokens=tokens[:1], **written(out))
+    require_dense(1, log_probs=log_probs, tokens=tokens)
+    require_dense(**written(out))
     if not len(log_probs):
         return
     batch, length, ranks = log_probs.shape
