@@ -6,6 +6,7 @@ as key and as value, for all heads.
 
 from __future__ import annotations
 
+from specattn.kernels.attention.gluon import aligned
 from specattn.kernels.attention.tiles import DeviceLimits, GluonTile, TileConfig
 from specattn.kernels.attention.tree import Operands, TreeAttention, row_strides
 from specattn.kernels.attention.triton import TreeKernels, tile_options
@@ -71,7 +72,7 @@ class LatentKernels(TreeKernels):
             bucket.factors[0],
         )
         outer = (*row_strides(out), *row_strides(lse), strides[1], *strides[3:])
-        if isinstance(tile, GluonTile) and gluon.copies_16_bytes(q, k_cache):
+        if isinstance(tile, GluonTile) and aligned(q) and aligned(k_cache):
             # Gluon is experimental: nothing may need it where this kernel is not used
             from specattn.kernels.mla.gluon_tree import mla_gluon_kernel
 
