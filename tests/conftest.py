@@ -50,6 +50,7 @@ SLOW = (
     "tests/bench/",
     "tests/cli/",
     "tests/integrations/",
+    "tests/published/",
     "tests/test_core.py",
     "tests/test_pair.py",
     "tests/backends/test_flex.py",
