@@ -1,6 +1,6 @@
 """Accepted tokens per step of the shipped pair, over text neither model was trained on.
 
-Prompts are windows of held-out standard-library files (as `bench.tools.train_pair` splits). Every
+Prompts are windows of held-out standard-library files (as `bench.tools.train_heads` splits). Every
 draft of the package has lines: EAGLE-3, DFlash, and prompt lookup alone and in front of either,
 as chains and as trees, greedy and at temperature 1. Greedy texts are held against plain decoding's;
 in float32 a run fails at its end if one differs.
@@ -28,7 +28,7 @@ import torch
 from bench.lines import Record, Setting, machine, models_of
 from bench.shipped import pair
 from bench.suite.acceptance import DRAFTS, LOOKUP, PLAIN
-from bench.tools.train_pair.corpus import encode, is_held_out, read_sources
+from bench.tools.train_heads.corpus import encode, is_held_out, read_sources
 
 if TYPE_CHECKING:
     from bench.lines import Shape

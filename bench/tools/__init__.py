@@ -1,1 +1,1 @@
-"""Tools around the library: compilers, sanitizers, the shipped pair's training, comparisons."""
+"""Tools around the library: compilers, sanitizers, training, comparisons."""
