@@ -9,7 +9,7 @@ import pytest
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request, RequestOutput
-from specattn.speculative.logprobs import TokenLogprobs
+from specattn.speculative.host_buffers import TokenLogprobs
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
 from tests.churn import Churn, Dice, Texts, Watch
