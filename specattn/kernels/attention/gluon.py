@@ -135,6 +135,7 @@ def launch_tree(
         MT=grid.m_tiles,
         PAGE=page,
         PREFETCH=bucket.prefetch,
+        **kernels.shared(bucket, "members"),
         launch_pdl=True,
     )
 

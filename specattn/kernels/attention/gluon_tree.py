@@ -69,6 +69,8 @@ class TreeConstants:
     HAS_LSE: gl.constexpr
     LSE_TOKEN: gl.constexpr
     LSE_HEAD: gl.constexpr
+    SHARED: gl.constexpr
+    OWN_ROWS: gl.constexpr
 
 
 @record
@@ -102,6 +104,7 @@ class Work:
     stride_tail_pos: gl.tensor
     stride_words: gl.tensor
     stride_words_q: gl.tensor
+    members: object  # of shared prefixes, else None
     # of prompts, whose CTAs have a block of rows of a request (in place of a split) each, else None
     qo_indptr: object
     seq_lens: object
@@ -133,6 +136,37 @@ def _load_request(entry, t):
 
 
 @gluon.jit
+def _load_entry_rows(entry, c, t):
+    """Load where an entry's rows begin and end; zeros for requests."""
+    begin, end = 0, 0
+    if c.SHARED:
+        end = (gl.load(entry + 3, cache_modifier=t.CACHE) >> 32).to(gl.int32)
+        begin = (gl.load(entry + 4, cache_modifier=t.CACHE) >> 32).to(gl.int32)
+    return begin, end
+
+
+@gluon.jit
+def _find_rows(packed, work, c, first_row, tokens, req, rows_begin, rows_end):
+    """Return packed rows' query rows and heads, and which are there.
+
+    They are a request's, from ``first_row`` on, or an entry's, ``rows_end`` being above 0.
+    """
+    GROUP: gl.constexpr = c.GROUP
+    ROWS: gl.constexpr = c.Q_LEN * GROUP
+    if c.SHARED:
+        of_entry = rows_end > 0
+        packed = rows_begin + packed
+        ok = packed < gl.where(of_entry, rows_end, ROWS)
+        owner = gl.load(work.members + packed // ROWS, mask=ok & of_entry, other=0)
+        owner = gl.where(of_entry, owner, req)
+        row = owner * c.Q_LEN + packed % ROWS // GROUP
+    else:
+        ok = packed < tokens * GROUP
+        row = first_row + packed // GROUP
+    return row, work.head * GROUP + packed % GROUP, ok
+
+
+@gluon.jit
 def _first_segment(work, c, t):
     """Load a split's tiles and first segment: tile, request, its numbers."""
     if t.CAUSAL:
@@ -156,9 +190,12 @@ def _first_segment(work, c, t):
 
 
 @gluon.jit
-def _bounds(tile, left, prefix_len, first_tile, t):
+def _bounds(tile, left, prefix_len, first_tile, rows_end, c, t):
     """Return a segment's first key, end of keys, and its 1+ tiles."""
     kv_len = prefix_len + t.TAIL
+    if c.SHARED:
+        # entries have no tail
+        kv_len = gl.where(rows_end > 0, prefix_len, kv_len)
     tiles = gl.maximum((kv_len + t.BN - 1) // t.BN - first_tile, 1)
     stop = gl.minimum(tiles, tile + left)
     begin = (first_tile + tile) * t.BN
@@ -188,16 +225,22 @@ def _query_positions(work, req, prefix_len, c, t):
 def _produce(ring, work, t, c, pools):
     """Bring the tiles of the split's segments into the ring."""
     left, tile, req, base, prefix_len, first_tile, _, _ = _first_segment(work, c, t)
+    _, rows_end = _load_entry_rows(work.splits + work.split * 8 + 3, c, t)
     stage = 0
     phase = 1
     while left > 0:
-        begin, _, count = _bounds(tile, left, prefix_len, first_tile, t)
+        begin, _, count = _bounds(tile, left, prefix_len, first_tile, rows_end, c, t)
+        # of an entry nothing is read there, but the addresses must exist
+        tail_req = req
+        if c.SHARED:
+            tail_req = gl.where(rows_end > 0, 0, req)
         # the next request's numbers arrive while this one's tiles are brought
         next_base, next_prefix, next_first = base, prefix_len, first_tile
         if not t.CAUSAL and left > count:
             next_base, next_prefix, next_first, _, _ = _load_request(
                 work.requests + (req + 1) * 8, t
             )
+            _, rows_end = _load_entry_rows(work.requests + (req + 1) * 8, c, t)
         first_key = 0
         if t.WINDOW >= 0:
             low, _ = _query_positions(work, req, prefix_len, c, t)
@@ -208,7 +251,7 @@ def _produce(ring, work, t, c, pools):
             pools,
             work.head,
             work.indices + base,
-            work.tail_slots + req.to(gl.int64) * work.stride_tail,
+            work.tail_slots + tail_req.to(gl.int64) * work.stride_tail,
             begin,
             count,
             first_key,
@@ -257,12 +300,12 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
     tokens = c.Q_LEN
     if t.CAUSAL:
         prompt_row, tokens, cached, first_pos, _last_pos = _block(work, c, t)
-    s_ok = s_row < tokens * GROUP
     token = s_row // GROUP
     q_tile = ring.q.index(WG)
     left, tile, req, _base, prefix_len, first_tile, partials, merge_rank = _first_segment(
         work, c, t
     )
+    rows_begin, rows_end = _load_entry_rows(work.splits + work.split * 8 + 3, c, t)
     if t.PREFETCH:
         # in every CTA: whatever starts after this kernel finds all before it complete
         gdc_wait()
@@ -270,28 +313,35 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
     stage = 0
     phase = 0
     while left > 0:
-        begin, end, count = _bounds(tile, left, prefix_len, first_tile, t)
+        begin, end, count = _bounds(tile, left, prefix_len, first_tile, rows_end, c, t)
         next_prefix, next_first, next_partials, next_rank = (
             prefix_len,
             first_tile,
             partials,
             merge_rank,
         )
+        next_begin, next_end = rows_begin, rows_end
         if not t.CAUSAL and left > count:
             _base, next_prefix, next_first, next_partials, next_rank = _load_request(
                 work.requests + (req + 1) * 8, t
             )
+            next_begin, next_end = _load_entry_rows(work.requests + (req + 1) * 8, c, t)
         first_row = prompt_row if t.CAUSAL else req * c.Q_LEN
-        q_at = (first_row + q_row // GROUP).to(gl.int64) * c.Q_TOKEN
-        q_at += (work.head * GROUP + q_row % GROUP) * c.Q_HEAD
-        queries = gl.load(
-            rows.q + q_at[:, None] + q_col[None, :],
-            mask=(q_row < tokens * GROUP)[:, None],
-            other=0.0,
-        )
+        row, head, ok = _find_rows(q_row, work, c, first_row, tokens, req, rows_begin, rows_end)
+        q_at = row.to(gl.int64) * c.Q_TOKEN + head * c.Q_HEAD
+        queries = gl.load(rows.q + q_at[:, None] + q_col[None, :], mask=ok[:, None], other=0.0)
         q_tile.store(queries.to(q_tile.dtype))
         fence_async_shared()
-        word_row = work.tail_words + req.to(gl.int64) * work.stride_words
+        s_at, s_head, s_ok = _find_rows(
+            s_row, work, c, first_row, tokens, req, rows_begin, rows_end
+        )
+        tail_req = req
+        first_keys = tile == 0
+        if c.SHARED:
+            # as in `_produce`; and a request has tiles of its own, too
+            tail_req = gl.where(rows_end > 0, 0, req)
+            first_keys = first_keys & (rows_end == 0)
+        word_row = work.tail_words + tail_req.to(gl.int64) * work.stride_words
         word_row += token * work.stride_words_q  # [64]
         tail_pos_row = work.tail_positions + req.to(gl.int64) * work.stride_tail_pos
         # the low halves are enough of a position
@@ -310,7 +360,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
         if t.CAUSAL:
             clear_to = first_pos + 1
             pos_q = cached + gl.minimum(token, tokens - 1)
-        top, total = start(rows.sinks, work.head * GROUP + s_row % GROUP, tile == 0, factors, t)
+        top, total = start(rows.sinks, s_head, first_keys, factors, t)
         acc, total, log2_sum, stage, phase = attend(
             ring,
             t,
@@ -335,17 +385,12 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
         if rows.sinks is not None:  # noqa: SIM102  # known when the kernel is compiled; the next is not
             if end <= begin:
                 acc = gl.zeros([64, HEAD_DIM], gl.float32, values)
+        row, head, ok = _find_rows(o_row, work, c, first_row, tokens, req, rows_begin, rows_end)
         if t.CAUSAL or partials == 1:
-            at = (first_row + o_row // GROUP).to(gl.int64) * c.OUT_TOKEN
-            at += (work.head * GROUP + o_row % GROUP) * c.OUT_HEAD
-            gl.store(
-                rows.out + at[:, None] + o_col[None, :],
-                acc.to(dtype),
-                mask=(o_row < tokens * GROUP)[:, None],
-            )
+            at = row.to(gl.int64) * c.OUT_TOKEN + head * c.OUT_HEAD
+            gl.store(rows.out + at[:, None] + o_col[None, :], acc.to(dtype), mask=ok[:, None])
             if c.HAS_LSE:
-                at = (first_row + token).to(gl.int64) * c.LSE_TOKEN
-                at += (work.head * GROUP + s_row % GROUP) * c.LSE_HEAD
+                at = s_at.to(gl.int64) * c.LSE_TOKEN + s_head * c.LSE_HEAD
                 gl.store(
                     rows.lse + at,
                     gl.where(total > 0.0, log2_sum * LN2, float("-inf")),
@@ -353,13 +398,22 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
                 )
         else:
             block = ((work.split + merge_rank) * c.NUM_KV + work.head).to(gl.int64)
-            block = block * (c.MT * t.GROUPS * 64)
+            if c.SHARED:
+                in_entry = c.OWN_ROWS + block * (c.MT * t.GROUPS * 64)
+                block = gl.where(rows_end > 0, in_entry, block * (c.Q_LEN * GROUP))
+            else:
+                block = block * (c.MT * t.GROUPS * 64)
             gl.store(
                 rows.partial_out + (block + o_row)[:, None] * HEAD_DIM + o_col[None, :],
                 acc.to(dtype),
-                mask=(o_row < c.Q_LEN * GROUP)[:, None],
+                mask=ok[:, None],
             )
-            gl.store(rows.partial_lse + block + s_row, gl.where(total > 0.0, log2_sum, EMPTY))
+            # without sharing there is room for rows of padding
+            gl.store(
+                rows.partial_lse + block + s_row,
+                gl.where(total > 0.0, log2_sum, EMPTY),
+                mask=s_ok if c.SHARED else None,
+            )
         left -= count
         if t.CAUSAL:
             # one turn. A pass of the compiler that takes this for a loop must find what follows
@@ -378,6 +432,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             next_partials,
             next_rank,
         )
+        rows_begin, rows_end = next_begin, next_end
 
 
 # strides of small tensors: no variants of the kernel for round ones
@@ -451,6 +506,9 @@ def gluon_tree_kernel(
     CONVERTER_REGS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PREFETCH: gl.constexpr,
+    # of shared prefixes
+    members=None,  # [B] int32
+    OWN_ROWS: gl.constexpr = 0,
     # of prompts
     qo_indptr=None,  # [B + 1] int32
     seq_lens=None,  # [B] int32
@@ -494,6 +552,8 @@ def gluon_tree_kernel(
         HAS_LSE,
         LSE_TOKEN,
         LSE_HEAD,
+        members is not None,
+        OWN_ROWS,
     )
     rows = Rows(q, out, lse, partial_out, partial_lse, sinks)
     pools = Pools(k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT, V_HEAD)
@@ -543,6 +603,7 @@ def gluon_tree_kernel(
         stride_tail_pos,
         stride_words,
         stride_words_q,
+        members,
         qo_indptr,
         seq_lens,
         table_rows,

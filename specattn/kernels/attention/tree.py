@@ -164,9 +164,9 @@ class TreeAttention:
     share_from : int
         If above 0, requests whose prefixes begin with as many equal slots, or more, read the keys
         there once, where that saves half as many per request. ``plan()`` finds them in the index
-        table. Nothing is shared with ``csr``, a window or ``deterministic``, by tiles of Gluon, in
-        batches above `MOST_SHARERS`. The workspace then has room for twice the packed rows of the
-        batch, and for what 16 groups leave empty.
+        table. Nothing is shared with ``csr``, a window or ``deterministic``, or in batches above
+        `MOST_SHARERS`. The workspace then has room for twice the packed rows of the batch, and for
+        what 16 groups leave empty.
 
     Raises
     ------

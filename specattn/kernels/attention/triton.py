@@ -78,7 +78,7 @@ class TreeKernels:
         dims = bucket.head_dim, bucket.v_head_dim
         if bucket.may_share:
             rows = max(rows, SHARING_ROWS)
-        elif gluon.serves(*dims, stored, bucket.device):
+        if gluon.serves(*dims, stored, bucket.device):
             return gluon_tile_config(
                 rows, bucket.head_dim, bucket.batch, bucket.page_size, stored, bucket.has_cap
             )
@@ -87,7 +87,7 @@ class TreeKernels:
     def _sharing(self, bucket: TreeAttention) -> Sharing | None:
         """Return what is shared, in blocks of a request's M tiles."""
         tile, rows = self.grid.tile, bucket.q_len * bucket.group
-        if not bucket.may_share or self.partial_tiles or isinstance(tile, GluonTile):
+        if not bucket.may_share or self.partial_tiles:
             return None
         return Sharing(bucket.share_from, rows, self.grid.m_tiles * tile.block_m)
 
@@ -170,13 +170,13 @@ class TreeKernels:
             MT=grid.m_tiles,
             STAGES=tile.stages,
             SHORT=tile.short,
-            **self._shared(bucket, "members"),
+            **self.shared(bucket, "members"),
             **self.path_options,
             **tile_options(tile),
             **self.launch_options,
         )
 
-    def _shared(self, bucket: TreeAttention, table: str) -> dict[str, Any]:
+    def shared(self, bucket: TreeAttention, table: str) -> dict[str, Any]:
         """Return a kernel's table of the groups, and where their results begin."""
         if not self.sharing:
             return {}
@@ -215,7 +215,7 @@ class TreeKernels:
             MANY=merge.many,
             IN_ORDER=in_order,
             TILE_ROWS=grid.m_tiles * grid.tile.block_m,
-            **self._shared(bucket, "shares"),
+            **self.shared(bucket, "shares"),
             num_warps=4,
             **self.launch_options,
         )

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from specattn.kernels.attention.tiles import gluon_tile_config
+from specattn.kernels.attention.tiles import DeviceLimits, tile_config
 from specattn.testing.cases import share_prefixes
-from tests.kernels.attention.calls import attend, make_deterministic, make_kernel, plan, poison
+from tests.kernels.attention.calls import attend, make_deterministic, make_kernel, plan, poison, run
 from tests.oracle import Case, check, make_csr_case, make_tree_case
 from tests.recordings import recorded, refill
 
@@ -155,12 +155,85 @@ def test_nothing_is_shared_where_that_is_not_served(name: str) -> None:
     check(case, case.expected())
 
 
-def test_tiles_of_gluon_and_large_batches_share_nothing() -> None:
-    case = make_tree_case([5, 6], dtype=F16, head_dim=64, device=DEVICE)
+def test_large_batches_share_nothing() -> None:
+    case = make_tree_case([5, 6], device=DEVICE)
     assert make_kernel(case, share_from=LEAST, batch=256).kernels.sharing is not None
     assert make_kernel(case, share_from=LEAST, batch=257).kernels.sharing is None
-    tile = gluon_tile_config(8, 64, 2, 1, F16)
-    assert make_kernel(case, share_from=LEAST, tile=tile).kernels.sharing is None
+
+
+# lengths, groups, and what differs from bfloat16 trees of 8 nodes, 32 query and 8 KV heads of 128
+BIG: dict[str, tuple[list[int], Groups, dict[str, Any]]] = {
+    "decode": (
+        [1030 + 7 * b for b in range(32)],
+        [(list(range(32)), 1025)],
+        {"q_len": 1, "mode": "chain"},
+    ),
+    "verify": ([1300, 900, 700, 0, 640, 2500], [([0, 2, 4], 640), ([1, 5], 515)], {}),
+    "few": ([3000, 2900, 2800], [([0, 1, 2], 2700)], {}),
+    "two_m_tiles": ([1600] * 4, [([0, 1, 2, 3], 1500)], {"q_len": 40}),
+    "draft": ([700] * 4, [([0, 1, 2, 3], 600)], {"mode": "draft", "tail_len": 72}),
+    "group_7": ([700] * 5, [([0, 1, 2, 3, 4], 600)], {"heads": (14, 2), "q_len": 5}),
+    "head_64": ([700] * 4, [([0, 1, 2, 3], 600)], {"head_dim": 64, "heads": (6, 2)}),
+    "head_256": ([700] * 4, [([0, 1, 2, 3], 600)], {"head_dim": 256, "heads": (8, 2)}),
+    "pages": ([700] * 4, [([0, 1, 2, 3], 640)], {"page_size": 16, "q_len": 20}),
+    "cap": ([700] * 4, [([0, 1, 2, 3], 600)], {"logit_cap": 30.0}),
+    "sinks": ([700] * 4, [([0, 1, 2, 3], 600)], {"sinks": torch.float32}),
+    "float16": ([700] * 4, [([0, 1, 2, 3], 600)], {"dtype": F16}),
+    "float8": ([700] * 4, [([0, 1, 2, 3], 600)], {"kv_dtype": FLOAT8, "kv_scales": (0.7, 1.9)}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gluon", [True, False])
+@pytest.mark.parametrize("name", BIG)
+def test_attention_over_shared_prefixes_at_size(name: str, gluon: bool) -> None:
+    """By the tile of the device, and by one of Triton; later layers may prefetch."""
+    lengths, groups, form = BIG[name]
+    defaults = {"q_len": 8, "heads": (32, 8), "head_dim": 128, "dtype": torch.bfloat16}
+    case = make(lengths, groups, **defaults | form)
+    options: dict[str, Any] = {}
+    if not gluon:
+        rows, width = case.layout.q_len * case.q.shape[1], case.q.shape[2]
+        options["tile"] = tile_config(
+            max(64, rows // case.k_cache.shape[1]),
+            width,
+            width,
+            case.k_cache.dtype,
+            len(lengths),
+            DeviceLimits.of(case.q.device),
+        )
+    kernel = sharing(case, **options)
+    expected = case.expected()
+    plan(kernel, case)
+    assert max(shared_keys(kernel)) > 256
+    for prefetch in (False, True, True):
+        case.clear()
+        layer = kernel if not prefetch else kernel.for_layer(None, prefetch=True)
+        run(layer, case)
+        check(case, expected)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_all_groups() -> None:
+    """Replays of one recording, by the kernel of the device."""
+    form = {"width": 2200, "slots": 9000, "q_len": 8, "heads": (32, 8), "head_dim": 128}
+    form |= {"dtype": torch.bfloat16, "pads": 1}
+    batches: list[tuple[list[int], Groups]] = [
+        ([2000, 2000, 1000, 1900], [([0, 1, 3], 1900)]),
+        ([2000, 2000, 1000, 1900], []),
+        ([700, 2000, 600, 1900], [([1, 3], 1500), ([0, 2], 600)]),
+        ([0, 0, 0, 0], []),
+        ([1500] * 4, [([0, 1, 2, 3], 1500)]),
+    ]
+    live = make([1] * 4, [], **form)
+    kernel = make_kernel(live, share_from=256)
+    replay = recorded(lambda: attend(kernel, live))
+    for seed, (lengths, groups) in enumerate(batches):
+        case = make(lengths, groups, seed=seed, **form)
+        refill(live, case)
+        replay()
+        assert (max(shared_keys(kernel)) > 0) == bool(groups)
+        check(live, case.expected())
 
 
 def test_errors_name_the_argument() -> None:
