@@ -1,8 +1,9 @@
 """Time attention of requests that share prefixes: read once, and read by each.
 
-Every batch is timed as shipped, sharing, and not sharing with the same tile; decoding also by
-FlashInfer's cascade of two levels, whose plan is made on the host. Batches that share nothing say
-what looking for it costs. Times are of a layer; ratios are of ``--layers`` layers and one plan.
+Every batch is timed as shipped, sharing, not sharing with the same tile, and sharing with a larger
+or smaller one; decoding also by FlashInfer's cascade of two levels, whose plan is made on the host.
+Batches that share nothing say what looking for it costs. Times are of a layer; ratios are of
+``--layers`` layers and one plan.
 
     python -m bench.tools.shared --out FILE [--only "64 x 17k"] [--rounds 20]
 """
@@ -27,7 +28,12 @@ from bench.suite.peers.flashinfer import FlashInferCascade
 from bench.suite.peers.ours import Ours
 from bench.suite.results import write
 from bench.suite.run import BUDGET_US
-from specattn.kernels.attention.tiles import SHARE_FROM
+from specattn.kernels.attention.tiles import (
+    SHARE_FROM,
+    GluonTile,
+    gluon_tile_config,
+    tile_config,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +101,23 @@ class Sharing(Ours):
         self.kernel.plan(batch.lens, batch.rows, batch.table.stride(0), table=batch.table)
 
 
+class OtherRows(Sharing):
+    """The same with tiles of 128 rows in place of 64, or of 64."""
+
+    name = "specattn, sharing, other rows"
+
+    def options(self) -> dict[str, Any]:
+        batch, case = self.batch, self.batch.case
+        chosen = Sharing(batch).kernel.tile
+        rows = 64 if chosen.block_m > 64 else 128
+        tile = (
+            gluon_tile_config(rows, case.head_dim, case.batch, case.page_size, batch.kv_dtype)
+            if isinstance(chosen, GluonTile)
+            else tile_config(rows, case.head_dim, case.head_dim, batch.kv_dtype, case.batch)
+        )
+        return super().options() | {"tile": tile}
+
+
 class SameTile(Ours):
     """The same tile, and every request reads its own."""
 
@@ -136,7 +159,7 @@ class Cascade(FlashInferCascade):
 
 
 def contestants(work: Work) -> Iterator[type[Contestant]]:
-    yield from (own(work.case), SameTile, Sharing)
+    yield from (own(work.case), SameTile, OtherRows, Sharing)
     if work.common and work.case.q_len == 1 and Cascade.absent() is None:
         yield Cascade
 

@@ -403,6 +403,18 @@ def start(sinks, heads, first, factors, t):
 
 
 @gluon.jit
+def drain(ring, t, count, stage, phase):
+    """Hand ``count`` tiles back unread; return the ring's stage and phase."""
+    for _ in range(count):
+        mbarrier.wait(ring.k_full.index(stage), phase)
+        mbarrier.arrive(ring.k_free.index(stage), count=1)
+        mbarrier.wait(ring.v_full.index(stage), phase)
+        mbarrier.arrive(ring.v_free.index(stage), count=1)
+        stage, phase = _advance(stage, phase, t)
+    return stage, phase
+
+
+@gluon.jit
 def attend(
     ring,
     t,

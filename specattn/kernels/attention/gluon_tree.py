@@ -44,6 +44,7 @@ from specattn.kernels.attention.gluon_tile import (
     Tile,
     attend,
     convert,
+    drain,
     make_raw_ring,
     make_ring,
     produce,
@@ -326,94 +327,101 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
                 work.requests + (req + 1) * 8, t
             )
             next_begin, next_end = _load_entry_rows(work.requests + (req + 1) * 8, c, t)
-        first_row = prompt_row if t.CAUSAL else req * c.Q_LEN
-        row, head, ok = _find_rows(q_row, work, c, first_row, tokens, req, rows_begin, rows_end)
-        q_at = row.to(gl.int64) * c.Q_TOKEN + head * c.Q_HEAD
-        queries = gl.load(rows.q + q_at[:, None] + q_col[None, :], mask=ok[:, None], other=0.0)
-        q_tile.store(queries.to(q_tile.dtype))
-        fence_async_shared()
-        s_at, s_head, s_ok = _find_rows(
-            s_row, work, c, first_row, tokens, req, rows_begin, rows_end
-        )
-        tail_req = req
-        first_keys = tile == 0
+        there = True
         if c.SHARED:
-            # as in `_produce`; and a request has tiles of its own, too
-            tail_req = gl.where(rows_end > 0, 0, req)
-            first_keys = first_keys & (rows_end == 0)
-        word_row = work.tail_words + tail_req.to(gl.int64) * work.stride_words
-        word_row += token * work.stride_words_q  # [64]
-        tail_pos_row = work.tail_positions + req.to(gl.int64) * work.stride_tail_pos
-        # the low halves are enough of a position
-        tail_pos_row = tail_pos_row.to(gl.pointer_type(gl.int32), bitcast=True)
-        clear_from = 0
-        clear_to = prefix_len
-        pos_q = token
-        if t.WINDOW >= 0:
-            _low, high = _query_positions(work, req, prefix_len, c, t)
-            clear_from = high - t.WINDOW
-            if c.CSR:
-                pos_q = prefix_len - 1 + token * 0
-            elif not t.CAUSAL:
-                pos_row = work.positions + req.to(gl.int64) * work.stride_pos
-                pos_q = gl.load(pos_row + gl.minimum(token, c.Q_LEN - 1)).to(gl.int32)
-        if t.CAUSAL:
-            clear_to = first_pos + 1
-            pos_q = cached + gl.minimum(token, tokens - 1)
-        top, total = start(rows.sinks, s_head, first_keys, factors, t)
-        acc, total, log2_sum, stage, phase = attend(
-            ring,
-            t,
-            q_tile,
-            begin,
-            end,
-            count,
-            clear_from,
-            clear_to,
-            prefix_len,
-            word_row,
-            s_ok,
-            tail_pos_row,
-            pos_q,
-            factors,
-            top,
-            total,
-            stage,
-            phase,
-        )
-        # a sink is in the sum of a request without keys, whose one tile may hold anything
-        if rows.sinks is not None:  # noqa: SIM102  # known when the kernel is compiled; the next is not
-            if end <= begin:
-                acc = gl.zeros([64, HEAD_DIM], gl.float32, values)
-        row, head, ok = _find_rows(o_row, work, c, first_row, tokens, req, rows_begin, rows_end)
-        if t.CAUSAL or partials == 1:
-            at = row.to(gl.int64) * c.OUT_TOKEN + head * c.OUT_HEAD
-            gl.store(rows.out + at[:, None] + o_col[None, :], acc.to(dtype), mask=ok[:, None])
-            if c.HAS_LSE:
-                at = s_at.to(gl.int64) * c.LSE_TOKEN + s_head * c.LSE_HEAD
+            # tiles are as large as groups need: of a request, half of one may be empty
+            there = rows_begin + row0 < gl.where(rows_end > 0, rows_end, c.Q_LEN * GROUP)
+        if there:
+            first_row = prompt_row if t.CAUSAL else req * c.Q_LEN
+            row, head, ok = _find_rows(q_row, work, c, first_row, tokens, req, rows_begin, rows_end)
+            q_at = row.to(gl.int64) * c.Q_TOKEN + head * c.Q_HEAD
+            queries = gl.load(rows.q + q_at[:, None] + q_col[None, :], mask=ok[:, None], other=0.0)
+            q_tile.store(queries.to(q_tile.dtype))
+            fence_async_shared()
+            s_at, s_head, s_ok = _find_rows(
+                s_row, work, c, first_row, tokens, req, rows_begin, rows_end
+            )
+            tail_req = req
+            first_keys = tile == 0
+            if c.SHARED:
+                # as in `_produce`; and a request has tiles of its own, too
+                tail_req = gl.where(rows_end > 0, 0, req)
+                first_keys = first_keys & (rows_end == 0)
+            word_row = work.tail_words + tail_req.to(gl.int64) * work.stride_words
+            word_row += token * work.stride_words_q  # [64]
+            tail_pos_row = work.tail_positions + req.to(gl.int64) * work.stride_tail_pos
+            # the low halves are enough of a position
+            tail_pos_row = tail_pos_row.to(gl.pointer_type(gl.int32), bitcast=True)
+            clear_from = 0
+            clear_to = prefix_len
+            pos_q = token
+            if t.WINDOW >= 0:
+                _low, high = _query_positions(work, req, prefix_len, c, t)
+                clear_from = high - t.WINDOW
+                if c.CSR:
+                    pos_q = prefix_len - 1 + token * 0
+                elif not t.CAUSAL:
+                    pos_row = work.positions + req.to(gl.int64) * work.stride_pos
+                    pos_q = gl.load(pos_row + gl.minimum(token, c.Q_LEN - 1)).to(gl.int32)
+            if t.CAUSAL:
+                clear_to = first_pos + 1
+                pos_q = cached + gl.minimum(token, tokens - 1)
+            top, total = start(rows.sinks, s_head, first_keys, factors, t)
+            acc, total, log2_sum, stage, phase = attend(
+                ring,
+                t,
+                q_tile,
+                begin,
+                end,
+                count,
+                clear_from,
+                clear_to,
+                prefix_len,
+                word_row,
+                s_ok,
+                tail_pos_row,
+                pos_q,
+                factors,
+                top,
+                total,
+                stage,
+                phase,
+            )
+            # a sink is in the sum of a request without keys, whose one tile may hold anything
+            if rows.sinks is not None:  # noqa: SIM102  # known when the kernel is compiled; the next is not
+                if end <= begin:
+                    acc = gl.zeros([64, HEAD_DIM], gl.float32, values)
+            row, head, ok = _find_rows(o_row, work, c, first_row, tokens, req, rows_begin, rows_end)
+            if t.CAUSAL or partials == 1:
+                at = row.to(gl.int64) * c.OUT_TOKEN + head * c.OUT_HEAD
+                gl.store(rows.out + at[:, None] + o_col[None, :], acc.to(dtype), mask=ok[:, None])
+                if c.HAS_LSE:
+                    at = s_at.to(gl.int64) * c.LSE_TOKEN + s_head * c.LSE_HEAD
+                    gl.store(
+                        rows.lse + at,
+                        gl.where(total > 0.0, log2_sum * LN2, float("-inf")),
+                        mask=s_ok,
+                    )
+            else:
+                block = ((work.split + merge_rank) * c.NUM_KV + work.head).to(gl.int64)
+                if c.SHARED:
+                    in_entry = c.OWN_ROWS + block * (c.MT * t.GROUPS * 64)
+                    block = gl.where(rows_end > 0, in_entry, block * (c.Q_LEN * GROUP))
+                else:
+                    block = block * (c.MT * t.GROUPS * 64)
                 gl.store(
-                    rows.lse + at,
-                    gl.where(total > 0.0, log2_sum * LN2, float("-inf")),
-                    mask=s_ok,
+                    rows.partial_out + (block + o_row)[:, None] * HEAD_DIM + o_col[None, :],
+                    acc.to(dtype),
+                    mask=ok[:, None],
+                )
+                # without sharing there is room for rows of padding
+                gl.store(
+                    rows.partial_lse + block + s_row,
+                    gl.where(total > 0.0, log2_sum, EMPTY),
+                    mask=s_ok if c.SHARED else None,
                 )
         else:
-            block = ((work.split + merge_rank) * c.NUM_KV + work.head).to(gl.int64)
-            if c.SHARED:
-                in_entry = c.OWN_ROWS + block * (c.MT * t.GROUPS * 64)
-                block = gl.where(rows_end > 0, in_entry, block * (c.Q_LEN * GROUP))
-            else:
-                block = block * (c.MT * t.GROUPS * 64)
-            gl.store(
-                rows.partial_out + (block + o_row)[:, None] * HEAD_DIM + o_col[None, :],
-                acc.to(dtype),
-                mask=ok[:, None],
-            )
-            # without sharing there is room for rows of padding
-            gl.store(
-                rows.partial_lse + block + s_row,
-                gl.where(total > 0.0, log2_sum, EMPTY),
-                mask=s_ok if c.SHARED else None,
-            )
+            stage, phase = drain(ring, t, count, stage, phase)
         left -= count
         if t.CAUSAL:
             # one turn. A pass of the compiler that takes this for a loop must find what follows

@@ -13,8 +13,6 @@ LOG2E = 1.4426950408889634
 # keys of the shortest prefix that requests share; half as many is what a group saves per request at
 # least: a partial result more to write and merge costs a request about two tiles
 SHARE_FROM = 256
-# rows that a tile has room for at least where requests share prefixes: so many read a key at once
-SHARING_ROWS = 64
 # requests of a batch that may share: all are looked up at once
 MOST_SHARERS = 256
 
@@ -129,6 +127,25 @@ class MergeTile:
 def merge_tile(batch: int) -> MergeTile:
     """Choose by the number of requests: few have many partials each."""
     return MergeTile(4 if batch == 1 else 8, 33 if batch <= 2 else 17 if batch <= 4 else 8)
+
+
+def sharing_rows(rows: int, kv_dtype: torch.dtype, *, rests: bool) -> int:
+    """Return the rows to choose a tile for where prefixes are shared.
+
+    So many read a key at once. A request that shares nothing leaves more of them empty.
+
+    Parameters
+    ----------
+    rows : int
+        Packed rows of a request.
+    kv_dtype : torch.dtype
+        Of keys.
+    rests : bool
+        Whether half a tile without rows costs no products (Gluon).
+    """
+    # 128 in place of 64 halves what a group of trees reads; float8 tiles are shorter then
+    wide = rests and rows > 16 and kv_dtype != FLOAT8
+    return max(rows, 128 if wide else 64)
 
 
 def fit_tile(

@@ -16,7 +16,6 @@ from torch import Tensor
 from specattn.kernels.attention import gluon
 from specattn.kernels.attention.tiles import (
     FLOAT8,
-    SHARING_ROWS,
     DeviceLimits,
     GluonTile,
     MergeTile,
@@ -28,6 +27,7 @@ from specattn.kernels.attention.tiles import (
     merge_tile,
     next_power_of_2,
     padded,
+    sharing_rows,
     tile_config,
 )
 from specattn.kernels.attention.tree import Grid, Operands, Tail, TreeAttention, row_strides
@@ -76,9 +76,10 @@ class TreeKernels:
         """Choose from the tile table of the kernel that serves the bucket."""
         rows, stored = bucket.q_len * bucket.group, bucket.kv_dtype
         dims = bucket.head_dim, bucket.v_head_dim
+        in_gluon = gluon.serves(*dims, stored, bucket.device)
         if bucket.may_share:
-            rows = max(rows, SHARING_ROWS)
-        if gluon.serves(*dims, stored, bucket.device):
+            rows = sharing_rows(rows, stored, rests=in_gluon)
+        if in_gluon:
             return gluon_tile_config(
                 rows, bucket.head_dim, bucket.batch, bucket.page_size, stored, bucket.has_cap
             )

@@ -13,6 +13,7 @@ from specattn.kernels.attention.tiles import (
     DeviceLimits,
     TileConfig,
     extend_tile_config,
+    sharing_rows,
     tile_config,
 )
 
@@ -54,3 +55,13 @@ def test_tiles_of_other_devices_have_legal_sizes() -> None:
 def test_hopper_keeps_its_table(rows: int, dim: int, batch: int, tile: TileConfig) -> None:
     """What was measured there does not change with what others need."""
     assert tile_config(rows, dim, dim, torch.bfloat16, batch, HOPPER) == tile
+
+
+def test_shared_tiles_have_room_for_several_requests() -> None:
+    """Wide where half of one may rest, and never too narrow for one request."""
+    wide, float8 = torch.bfloat16, torch.float8_e4m3fn
+    for rows in (1, 4, 16, 32, 64, 160):
+        for dtype, rests in product((wide, float8), (True, False)):
+            assert sharing_rows(rows, dtype, rests=rests) >= max(rows, 64)
+    assert sharing_rows(32, wide, rests=True) == 128
+    assert sharing_rows(4, wide, rests=True) == 64
