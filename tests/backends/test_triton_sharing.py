@@ -8,14 +8,19 @@ import pytest
 import torch
 
 from specattn.backends.base import fill_all
-from specattn.backends.triton import TritonBackend, TritonBound
+from specattn.backends.triton import TritonBackend, TritonBound, TritonTree
 from specattn.backends.triton_mla import TritonMlaBackend
+from specattn.config import SpecConfig
+from specattn.engine.engine import Engine, Request
 from specattn.testing import conformance
 from specattn.testing.cases import share_prefixes
 from specattn.testing.session import config_of, plan_of
 from tests.oracle import Case, check, make_tree_case
+from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from specattn.testing.kit import Check
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,3 +87,30 @@ def test_latent_layers_share_nothing() -> None:
     bound.run(case.q, case.k_cache, case.v_cache, case.out, case.lse)
     assert first_tiles(bound) == [0, 0, 0]
     check(case, case.expected())
+
+
+@pytest.mark.skipif(CUDA, reason="groups are read after every fill, which graphs do not allow")
+def test_an_engine_writes_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests over one prompt; one ends before the others, and one has another prompt."""
+    monkeypatch.setattr("specattn.backends.triton.SHARE_FROM", 32)
+    tiles: list[int] = []
+
+    class Noted(TritonTree):
+        @staticmethod
+        def fill_together(bounds: Sequence[TritonBound]) -> None:
+            TritonTree.fill_together(bounds)
+            tables = [one.kernel.tables for one in bounds if one.kernel.kernels.sharing]
+            tiles.append(max(int(plan.requests[: plan.batch, 2].max()) for plan in tables))
+
+    monkeypatch.setattr("specattn.backends.triton.TritonTree", Noted)
+    models = TinyTarget(device="cpu"), TinyDraft(device="cpu")
+    prompt = [7 * i % 61 for i in range(70)]
+    texts = [[*prompt, 5], [*prompt, 9, 3], [*prompt[:66], 1], [4, 8, 15]]
+    config = SpecConfig(2, 2, 4, max_context_len=128, max_num_reqs=4)
+    run = Engine(*models, config, backend=Sharing, buckets=[4])
+    lengths = [6, 3, 6, 6]
+    out = run.generate([Request(*one) for one in zip(texts, lengths, strict=True)])
+    for text, length, result in zip(texts, lengths, out, strict=True):
+        assert result.tokens == dense_greedy(models[0], text, length)
+    assert max(tiles) > 0
+    assert run.table.num_free_rows == 4
