@@ -30,26 +30,27 @@ ROOMS = [
 
 
 FOLDER = Path(kernels.__file__).parent
-# the modules of kernels, by those of the operations that launch them
+# the modules of kernels, by those of the operations that launch them, and by their names there
 FRONTS = {
-    path.relative_to(FOLDER).as_posix(): found[1]
+    (path.relative_to(FOLDER).as_posix(), found[1]): found[2]
     for path in sorted(FOLDER.glob("*/*.py"))
-    if (found := re.search(r'launch = TritonModule\("(.+)"\)', path.read_text()))
+    for found in re.finditer(r'(\w+) = TritonModule\("(.+)"\)', path.read_text())
 }
 
 
 def calls(front, *, kernels):
     """Yield the calls of what its module has, kernels or launchers: parameters, the call."""
     module = importlib.import_module(FRONTS[front])
-    for node in ast.walk(ast.parse((FOLDER / front).read_text())):
+    file, prefix = front
+    for node in ast.walk(ast.parse((FOLDER / file).read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) == kernels:
             name = ast.unparse(node.func.value if kernels else node.func)
-            if name.startswith("launch."):
-                found = getattr(module, name.removeprefix("launch."))
+            if name.startswith(f"{prefix}."):
+                found = getattr(module, name.removeprefix(f"{prefix}."))
                 yield inspect.signature(found.fn if kernels else found).parameters, node
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", FRONTS, ids=" ".join)
 def test_kernels_get_their_arguments_in_order(front):
     """What has a parameter's name is in its place, so that no two tensors are swapped."""
     for parameters, call in calls(front, kernels=True):
@@ -64,7 +65,7 @@ def test_kernels_get_their_arguments_in_order(front):
             assert keyword.arg in (None, "num_warps", "num_stages", *parameters), keyword.arg
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", FRONTS, ids=" ".join)
 def test_launchers_are_called_by_keyword(front):
     """And every argument has its own name in the call, so that no two of them are swapped."""
     for parameters, call in calls(front, kernels=False):

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows, require_shape
-from specattn.kernels.launch import cdiv, power_of_2
+from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row
 
 if TYPE_CHECKING:
     from specattn.kernels.sampling import triton as launch
 else:
     launch = TritonModule("specattn.kernels.sampling.triton")
+choose_kernels = TritonModule("specattn.kernels.sampling.triton_choose")
+draw_kernels = TritonModule("specattn.kernels.sampling.triton_residual")
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
@@ -22,6 +24,10 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 # tokens whose weights are summed before they are chosen among
 _SEGMENT = 512
+# tokens that a program compares at a time
+_ARGMAX_BLOCK = 2048
+# coins of a program
+_COINS = 256
 
 # what a coin decides: the draw index of `uniform`
 ACCEPT, FINAL, DRAFT = 0, 1, 2
@@ -104,7 +110,29 @@ def argmax_tokens(logits: Tensor) -> Tensor:
     """
     require_rows(logits=logits)
     if on_triton(logits):
-        return launch.argmax_tokens(logits=logits)
+        rows, vocab = logits.shape
+        tiles = cdiv(vocab, _ARGMAX_BLOCK)
+        splits = programs_per_row(rows, tiles)
+        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        if not rows:
+            return out
+        keys = out if splits == 1 else out.new_empty(rows, splits)
+        options = launch_options(logits.device)
+        choose_kernels.argmax_kernel[rows, splits](
+            logits,
+            keys,
+            vocab,
+            tiles,
+            logits.stride(0),
+            MERGED=splits == 1,
+            BLOCK=_ARGMAX_BLOCK,
+            **options,
+        )
+        if splits > 1:
+            choose_kernels.argmax_merge_kernel[(rows,)](
+                keys, out, splits, BLOCK=power_of_2(splits), num_warps=1, **options
+            )
+        return out
     return _numbers(logits).argmax(1).masked_fill(~_is_sound(logits), -1)
 
 
@@ -205,7 +233,21 @@ def uniform(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
     """
     require_dense(seeds=seeds)
     if on_triton(seeds):
-        return launch.uniform(seeds=seeds, positions=positions, draw=draw)
+        coins = torch.empty(positions.shape, dtype=torch.float32, device=positions.device)
+        if count := coins.numel():
+            flat = positions.flatten(1) if positions.dim() > 1 else positions[:, None]
+            draw_kernels.coins_kernel[cdiv(count, _COINS), 1](
+                seeds,
+                flat,
+                coins,
+                count,
+                flat.shape[1],
+                draw,
+                *flat.stride(),
+                DEPTHS=False,
+                BLOCK=_COINS,
+            )
+        return coins
     seeds = seeds.reshape(-1, *[1] * (positions.dim() - 1))
     state = _mix(_mix(_mix(seeds) + positions) + draw)
     return _shift(state, 40).float() * 2.0**-24
@@ -235,7 +277,12 @@ def path_coins(seeds: Tensor, seq_lens: Tensor, depths: int, draws: int) -> Tens
     """
     require_dense(seeds=seeds, seq_lens=seq_lens)
     if on_triton(seeds):
-        return launch.path_coins(seeds=seeds, seq_lens=seq_lens, depths=depths, draws=draws)
+        coins = torch.empty(draws, len(seeds), depths, dtype=torch.float32, device=seeds.device)
+        if count := len(seeds) * depths:
+            draw_kernels.coins_kernel[cdiv(count, _COINS), draws](
+                seeds, seq_lens, coins, count, depths, 0, 1, 0, DEPTHS=True, BLOCK=_COINS
+            )
+        return coins
     positions = seq_lens.long()[:, None] + torch.arange(depths, device=seq_lens.device)
     return torch.stack([uniform(seeds, positions, draw) for draw in range(draws)])
 
@@ -268,7 +315,13 @@ def draw_tokens(weights: Tensor, coins: Tensor) -> Tensor:
     require_dense(coins=coins)
     require_rows(weights=weights)
     if on_triton(weights):
-        return launch.draw_tokens(weights=weights, coins=coins)
+        rows, vocab = weights.shape
+        tokens = torch.empty(rows, dtype=torch.int64, device=weights.device)
+        if rows:
+            draw_kernels.draw_kernel[(rows,)](
+                weights, coins, tokens, vocab, weights.stride(0), **vocab_tiles(vocab, 64)
+            )
+        return tokens
     return sample_weights(weights, coins).clamp(min=0)
 
 

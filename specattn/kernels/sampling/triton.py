@@ -1,4 +1,4 @@
-"""Launches of the kernels of sampling."""
+"""Launches of the kernels of distributions and of the best tokens."""
 
 from __future__ import annotations
 
@@ -7,22 +7,10 @@ import triton
 from torch import Tensor
 
 from specattn.kernels.launch import launch_options, programs_per_row
-from specattn.kernels.sampling import vocab_tiles
 from specattn.kernels.sampling.histogram import count_kernel, gather_kernel
 from specattn.kernels.sampling.topk_topp_threshold import threshold_kernel
-from specattn.kernels.sampling.triton_choose import (
-    argmax_kernel,
-    argmax_merge_kernel,
-    top_merge_kernel,
-    top_splits_kernel,
-)
-from specattn.kernels.sampling.triton_probs import (
-    coins_kernel,
-    min_p_kernel,
-    peaks_kernel,
-    probs_kernel,
-)
-from specattn.kernels.sampling.triton_residual import draw_kernel
+from specattn.kernels.sampling.triton_choose import top_merge_kernel, top_splits_kernel
+from specattn.kernels.sampling.triton_probs import min_p_kernel, peaks_kernel, probs_kernel
 
 # tokens that a program reads at a time
 BLOCK = 2048
@@ -37,8 +25,6 @@ BINS = 256
 
 FEW_ROWS = 16
 
-# tokens that a program compares at a time
-ARGMAX_BLOCK = 2048
 # tokens of a split: it hands on its best, and with more than 16 of them it is larger
 TOP_BLOCKS = (1024, 4096)
 
@@ -82,32 +68,6 @@ def top_tokens(
         num_warps=max(1, min(8, width // 512)),
         **options,
     )
-
-
-def argmax_tokens(*, logits: Tensor) -> Tensor:
-    rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, ARGMAX_BLOCK)
-    splits = programs_per_row(rows, tiles)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if not rows:
-        return out
-    keys = out if splits == 1 else out.new_empty(rows, splits)
-    options = launch_options(logits.device)
-    argmax_kernel[(rows, splits)](
-        logits,
-        keys,
-        vocab,
-        tiles,
-        logits.stride(0),
-        MERGED=splits == 1,
-        BLOCK=ARGMAX_BLOCK,
-        **options,
-    )
-    if splits > 1:
-        argmax_merge_kernel[(rows,)](
-            keys, out, splits, BLOCK=triton.next_power_of_2(splits), num_warps=1, **options
-        )
-    return out
 
 
 def target_probs(
@@ -208,47 +168,3 @@ def target_probs(
         *kept, min_p, left, probs, *common, HAS_M=min_p is not None, **tiles
     )
     return probs
-
-
-def uniform(*, seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
-    width = positions[0].numel() if len(positions) else 0
-    flat = positions.reshape(len(positions), width) if positions.dim() != 1 else positions[:, None]
-    coins = torch.empty(positions.shape, dtype=torch.float32, device=positions.device)
-    if coins.numel():
-        coins_kernel[(triton.cdiv(coins.numel(), 256), 1)](
-            seeds,
-            flat,
-            coins,
-            coins.numel(),
-            width,
-            draw,
-            flat.stride(0),
-            flat.stride(1),
-            DEPTHS=False,
-            BLOCK=256,
-        )
-    return coins
-
-
-def path_coins(*, seeds: Tensor, seq_lens: Tensor, depths: int, draws: int) -> Tensor:
-    coins = torch.empty(draws, len(seeds), depths, dtype=torch.float32, device=seeds.device)
-    count = len(seeds) * depths
-    if count:
-        coins_kernel[(triton.cdiv(count, 256), draws)](
-            seeds, seq_lens, coins, count, depths, 0, 1, 0, DEPTHS=True, BLOCK=256
-        )
-    return coins
-
-
-def draw_tokens(*, weights: Tensor, coins: Tensor) -> Tensor:
-    tokens = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
-    if len(weights):
-        draw_kernel[(len(weights),)](
-            weights,
-            coins,
-            tokens,
-            weights.shape[1],
-            weights.stride(0),
-            **vocab_tiles(weights.shape[1], 64),
-        )
-    return tokens

@@ -1,4 +1,4 @@
-"""Draw a token from a distribution or from its residual."""
+"""Draw tokens from distributions or their residuals; coins to draw by."""
 
 from __future__ import annotations
 
@@ -137,3 +137,41 @@ def draw_kernel(
     # it refuses no tokens: any pointer names the list of none
     token = sample_weights(row, row, False, tokens, 0, coin, vocab, ROWS, SEGMENT, TILES, False)
     tl.store(tokens + req, tl.maximum(token, 0).to(tl.int64))
+
+
+@triton.jit
+def _mix(state):
+    """One SplitMix64 step."""
+    state += 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)
+
+
+@triton.jit
+def coins_kernel(
+    seeds,  # [B] int64
+    positions,  # [B, M] or [B]
+    coins,  # [draws, B, D] float32, out
+    count,
+    width,
+    first_draw,
+    stride_req,
+    stride_depth,
+    DEPTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute the coins of requests, depths and draws."""
+    draw = tl.program_id(1)
+    flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    live = flat < count
+    req, depth = flat // width, flat % width
+    seed = tl.load(seeds + req, mask=live, other=0).to(tl.uint64)
+    place = positions + req.to(tl.int64) * stride_req
+    if DEPTHS:
+        position = tl.load(place, mask=live, other=0).to(tl.int64) + depth
+    else:
+        position = tl.load(place + depth * stride_depth, mask=live, other=0).to(tl.int64)
+    state = _mix(_mix(_mix(seed) + position.to(tl.uint64)) + (first_draw + draw).to(tl.uint64))
+    coin = (state >> 40).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    tl.store(coins + draw * count + flat, coin, mask=live)

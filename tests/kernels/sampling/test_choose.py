@@ -116,7 +116,7 @@ def test_argmax_tokens(implementation, vocab, dtype):
 @pytest.mark.parametrize("splits", [1, 2])
 def test_argmax_of_rows_in_few_splits(splits, monkeypatch):
     """Many rows are not split, or less than there are tiles."""
-    module = "specattn.kernels.sampling.triton"
+    module = "specattn.kernels.sampling"
     monkeypatch.setattr(f"{module}.programs_per_row", lambda rows, tiles: splits)
     logits = logits_of(2 * 2048 + 5, torch.float32)
     with using("triton"):
@@ -128,7 +128,7 @@ def test_argmax_of_rows_in_few_splits(splits, monkeypatch):
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_argmax_of_a_row_with_one_odd_number(implementation, odd, splits, monkeypatch):
     """Wherever it is; rows beside it, and masks of -inf, choose as ever."""
-    module = "specattn.kernels.sampling.triton"
+    module = "specattn.kernels.sampling"
     monkeypatch.setattr(f"{module}.programs_per_row", lambda rows, tiles: splits)
     logits = torch.full((4, 3 * 2048), -math.inf)
     logits[:, [5, 4100]] = torch.tensor([1.0, 2.0])
