@@ -26,9 +26,9 @@ class TritonModule:
     Launchers have types, for which the module itself stands in its place::
 
         if TYPE_CHECKING:
-            from specattn.kernels.sampling import triton as launch
+            from specattn.kernels.logprobs import triton as launch
         else:
-            launch = TritonModule("specattn.kernels.sampling.triton")
+            launch = TritonModule("specattn.kernels.logprobs.triton")
 
     Parameters
     ----------

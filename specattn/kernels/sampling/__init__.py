@@ -12,10 +12,11 @@ from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row
 
 if TYPE_CHECKING:
-    from specattn.kernels.sampling import triton as launch
+    from specattn.kernels.sampling import triton_choose as choose_kernels
+    from specattn.kernels.sampling import triton_probs as probs_kernels
 else:
-    launch = TritonModule("specattn.kernels.sampling.triton")
-choose_kernels = TritonModule("specattn.kernels.sampling.triton_choose")
+    choose_kernels = TritonModule("specattn.kernels.sampling.triton_choose")
+    probs_kernels = TritonModule("specattn.kernels.sampling.triton_probs")
 draw_kernels = TritonModule("specattn.kernels.sampling.triton_residual")
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -74,7 +75,7 @@ def top_tokens(
     if not len(logits):
         return
     if on_triton(logits):
-        return launch.top_tokens(
+        return choose_kernels.top_tokens(
             logits=logits, topk=topk, probs_out=probs_out, ids_out=ids_out, target_ids=target_ids
         )
     scores = _numbers(logits)
@@ -181,7 +182,7 @@ def target_probs(
     """
     require_rows(logits=logits)
     if on_triton(logits):
-        return launch.target_probs(
+        return probs_kernels.target_probs(
             logits=logits,
             temperature=temperature,
             top_k=top_k,

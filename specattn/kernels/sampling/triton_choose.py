@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from specattn.kernels.launch import launch_options
 from specattn.kernels.pdl import enter
 from specattn.kernels.sampling.keys import (
     best_keys,
@@ -17,6 +20,9 @@ from specattn.kernels.sampling.keys import (
     score_of,
     token_of,
 )
+
+# tokens of a split: it hands on its best, and with more than 16 of them it is larger
+TOP_BLOCKS = (1024, 4096)
 
 
 @triton.jit
@@ -143,3 +149,44 @@ def argmax_merge_kernel(
     split = tl.arange(0, BLOCK)  # [BLOCK]
     key = tl.load(keys + row * splits + split, mask=split < splits, other=-0x8000000000000000)
     tl.store(out + row, _sound_token(tl.max(key, 0)))
+
+
+def top_tokens(
+    *, logits: Tensor, topk: int, probs_out: Tensor, ids_out: Tensor, target_ids: Tensor | None
+) -> None:
+    rows, vocab = logits.shape
+    block = TOP_BLOCKS[topk > 16]
+    block_k = triton.next_power_of_2(topk)
+    splits = triton.cdiv(vocab, block)
+    keys = torch.empty(rows, splits, topk, dtype=torch.int64, device=logits.device)
+    masses = torch.empty(rows, splits, dtype=torch.float32, device=logits.device)
+    options = launch_options(logits.device)
+    # what a last split smaller than topk lacks ranks below all tokens
+    top_splits_kernel[(rows, splits)](
+        logits,
+        keys,
+        masses,
+        vocab,
+        logits.stride(0),
+        TOPK=topk,
+        BLOCK_K=block_k,
+        BLOCK=block,
+        BF16=logits.dtype == torch.bfloat16,
+        num_warps=max(1, block // 1024),
+        **options,
+    )
+    width = triton.next_power_of_2(splits * topk)
+    top_merge_kernel[(rows,)](
+        keys,
+        masses,
+        target_ids,
+        probs_out,
+        ids_out,
+        splits,
+        TOPK=topk,
+        BLOCK_K=block_k,
+        BLOCK=width,
+        BLOCK_P=triton.next_power_of_2(splits),
+        num_warps=max(1, min(8, width // 512)),
+        **options,
+    )

@@ -82,7 +82,7 @@ def chosen(logits, topk, **options):
 def test_top_tokens(implementation, vocab, topk, dtype, monkeypatch):
     logits = logits_of(vocab, dtype)
     # several splits, some smaller than topk
-    monkeypatch.setattr("specattn.kernels.sampling.triton.TOP_BLOCKS", (64, 16))
+    monkeypatch.setattr("specattn.kernels.sampling.triton_choose.TOP_BLOCKS", (64, 16))
     probs, ids = chosen(logits, topk)
     expect = [best_of(row, topk) for row in logits.double().tolist()]
     assert ids.tolist() == [order for order, _ in expect]

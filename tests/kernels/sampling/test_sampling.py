@@ -24,7 +24,7 @@ from tests.kernels.tree_oracle import DEVICE
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
 
 LAST_COIN = 1 - 2.0**-24
-TRITON = "specattn.kernels.sampling.triton"
+TRITON = "specattn.kernels.sampling.triton_probs"
 
 
 @pytest.fixture
