@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def require_shape(
-    shape: tuple[int, ...], dtype: torch.dtype | None = None, **tensors: Tensor | None
+    shape: tuple[int, ...], dtype: torch.dtype | None = None, /, **tensors: Tensor | None
 ) -> None:
     """Raise ValueError, naming the tensor, unless all have a shape and dtype."""
     for name, tensor in tensors.items():

@@ -385,19 +385,12 @@ def _check_copies(batch: int, copies: Copies, name: str) -> None:
 
 def _check_start(out: StepStart, batch: int, reserve_len: int) -> None:
     """Raise ValueError, before anything is written, unless the outputs are as documented."""
-    for name, tensor in out._asdict().items():
+    parts = {f"out.{name}": tensor for name, tensor in out._asdict().items()}
+    for name, tensor in parts.items():
         if tensor is not None and len(tensor) != batch:
-            raise ValueError(f"out.{name} must have {batch} rows, got {list(tensor.shape)}")
-    require_shape((batch, reserve_len), None, **{"out.window": out.window})
-    dense = {"out.rows": out.rows, "out.seq_lens": out.seq_lens, "out.draft_lens": out.draft_lens}
-    require_dense(**dense)
-    require_rows(
-        **{
-            "out.window": out.window,
-            "out.positions": out.positions,
-            "out.draft_positions": out.draft_positions,
-        }
-    )
+            raise ValueError(f"{name} must have {batch} rows, got {list(tensor.shape)}")
+    require_shape((batch, reserve_len), **{"out.window": out.window})
+    require_rows(**parts)
 
 
 def _split(copies: Copies) -> tuple[list[Any], dict[str, int], int]:
