@@ -69,61 +69,6 @@ class Program(Protocol):
 
 
 @dataclass(frozen=True)
-class Captured:
-    """One bucket of a mode: its program, recording and addresses.
-
-    A batch that no bucket holds has neither a graph nor ``addresses``. ``order`` counts the
-    captures of a runner, which took ``seconds`` each; ``nbytes`` is what the graphs' memory pool
-    grew by.
-    """
-
-    bucket: int
-    program: Program
-    graph: torch.cuda.CUDAGraph | None = None
-    fingerprint: Fingerprint = ()
-    holders: Sequence[Iterable[object]] = field(default=(), repr=False)
-    addresses: list[int] | None = field(default=None, repr=False)
-    order: int = 0
-    seconds: float = 0.0
-    nbytes: int = 0
-
-    def check(self) -> None:
-        """Raise `CaptureMismatch` if a tensor is elsewhere than when it was captured."""
-        if self.addresses is not None and _addresses(self.holders) != self.addresses:
-            self.compare()
-
-    def compare(self) -> None:
-        """Compare everything that the capture baked in; raise `CaptureMismatch` for the first."""
-        if self.addresses is None:
-            return
-        now = _flat(self.program.fingerprint())
-        for (name, before), (_, after) in zip(_flat(self.fingerprint), now, strict=True):
-            if before != after:
-                raise CaptureMismatch(name, before, after)
-
-    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
-        """Plan on the host for these lengths; other requests are padding."""
-        if seq_lens_cpu is not None and len(seq_lens_cpu) < self.bucket:
-            padding = self.bucket - len(seq_lens_cpu)
-            seq_lens_cpu = torch.nn.functional.pad(seq_lens_cpu, (0, padding))
-        self.program.schedule(seq_lens_cpu)
-
-    def replay(self) -> None:
-        """Run over the current buffers."""
-        if self.graph is None:
-            _run(self.program)
-        else:
-            self.graph.replay()
-
-    def report(self, part: str) -> GraphReport:
-        """Return what the capture took, of a part of this name."""
-        digest = sha256(repr(_flat(self.fingerprint)).encode()).hexdigest()[:12]
-        return GraphReport(
-            part, self.bucket, self.order, self.seconds, self.nbytes, self.graph is not None, digest
-        )
-
-
-@dataclass(frozen=True)
 class GraphReport:
     """The time and memory that capturing one bucket took.
 
@@ -154,6 +99,51 @@ class GraphReport:
     nbytes: int
     recorded: bool
     digest: str
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One bucket of a mode: its program, recording and addresses.
+
+    A batch that no bucket holds has neither a graph, nor ``addresses``, nor a ``report`` of what
+    the capture took.
+    """
+
+    bucket: int
+    program: Program
+    graph: torch.cuda.CUDAGraph | None = None
+    fingerprint: Fingerprint = ()
+    holders: Sequence[Iterable[object]] = field(default=(), repr=False)
+    addresses: list[int] | None = field(default=None, repr=False)
+    report: GraphReport | None = None
+
+    def check(self) -> None:
+        """Raise `CaptureMismatch` if a tensor is elsewhere than when it was captured."""
+        if self.addresses is not None and _addresses(self.holders) != self.addresses:
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare everything that the capture baked in; raise `CaptureMismatch` for the first."""
+        if self.addresses is None:
+            return
+        now = _flat(self.program.fingerprint())
+        for (name, before), (_, after) in zip(_flat(self.fingerprint), now, strict=True):
+            if before != after:
+                raise CaptureMismatch(name, before, after)
+
+    def schedule(self, seq_lens_cpu: Tensor | None) -> None:
+        """Plan on the host for these lengths; other requests are padding."""
+        if seq_lens_cpu is not None and len(seq_lens_cpu) < self.bucket:
+            padding = self.bucket - len(seq_lens_cpu)
+            seq_lens_cpu = torch.nn.functional.pad(seq_lens_cpu, (0, padding))
+        self.program.schedule(seq_lens_cpu)
+
+    def replay(self) -> None:
+        """Run over the current buffers."""
+        if self.graph is None:
+            _run(self.program)
+        else:
+            self.graph.replay()
 
 
 @dataclass
@@ -244,9 +234,8 @@ class GraphRunner(Generic[Key]):
 
     def reports(self) -> tuple[GraphReport, ...]:
         """Return what capturing took, in the order of the captures."""
-        found = [
-            one.report(mode.value) for mode, done in self._captured.items() for one in done.values()
-        ]
+        done = [one for buckets in self._captured.values() for one in buckets.values()]
+        found = [one.report for one in done if one.report is not None]
         return tuple(sorted(found, key=lambda one: one.order))
 
     def capture(self, mode: Key) -> None:
@@ -270,7 +259,7 @@ class GraphRunner(Generic[Key]):
         for bucket in reversed(self.buckets):
             try:
                 with self._surrounded():
-                    captured = self._capture(self._make(mode, bucket), bucket)
+                    captured = self._capture(mode, bucket)
                 done[bucket] = captured
                 self._found.clear()
             except torch.OutOfMemoryError as error:
@@ -305,7 +294,8 @@ class GraphRunner(Generic[Key]):
             finally:
                 outer.wait_stream(inner)
 
-    def _capture(self, program: Program, bucket: int) -> Captured:
+    def _capture(self, mode: Key, bucket: int) -> Captured:
+        program = self._make(mode, bucket)
         began, order = time.perf_counter(), self._captures
         self._captures += 1
         program.pad()
@@ -317,9 +307,10 @@ class GraphRunner(Generic[Key]):
         else:
             _run(program)
         holders, baked = program.holders(), program.fingerprint()
-        seconds = time.perf_counter() - began
-        addresses = _addresses(holders)
-        return Captured(bucket, program, graph, baked, holders, addresses, order, seconds, nbytes)
+        seconds, recorded = time.perf_counter() - began, graph is not None
+        digest = sha256(repr(_flat(baked)).encode()).hexdigest()[:12]
+        report = GraphReport(mode.value, bucket, order, seconds, nbytes, recorded, digest)
+        return Captured(bucket, program, graph, baked, holders, _addresses(holders), report)
 
     def ready(self, modes: tuple[Key, ...], count: int) -> list[Captured]:
         """Return what will serve ``count`` requests in modes that share buffers.
