@@ -537,7 +537,9 @@ class Engine:
                 )
             running, rows = list(self.running), self.table.rows
             try:
-                shared = self._run_prompts(items, whole=whole)
+                self._decoders.capture_for([request for request, _ in items])
+                self._untimed()
+                shared = self._prompts.run(items, self._decoders.processors, whole=whole)
             except BaseException:
                 if not self.table.changing:
                     self.scheduler.roll_back(running, rows, results)
@@ -545,25 +547,6 @@ class Engine:
                 raise
             self._counters.admitted(items, shared)
             return results
-
-    def _run_prompts(self, items: Sequence[Item], *, whole: bool) -> int:
-        """Capture what requests need, then admit them and run their prompts.
-
-        Returns how many tokens of the prompts others had run.
-        """
-        shared = 0
-        self._decoders.capture_for([request for request, _ in items])
-        started_at = time.perf_counter()
-        for _, result in items:
-            result.started_at = started_at
-        self._untimed()
-        while items:
-            # prompts that run now, and those that wait to share them
-            wave, items = self.scheduler.wave(items)
-            admitted = self.scheduler.admit(wave, whole=whole)
-            shared += sum(one.length for one in admitted)
-            self._prompts.run(admitted, self._decoders.processors)
-        return shared
 
     def _launch(self, groups: Groups) -> None:
         """Launch a step of every group; errors are raised after that."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.engine.request import RunningRequest
-    from specattn.engine.scheduler import Scheduler
+    from specattn.engine.scheduler import Item, Scheduler
     from specattn.speculative.prefill import Prefill
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.sampling import SamplingParams
@@ -41,16 +41,35 @@ class PromptRunner:
         self.prefill, self.states, self.scheduler = prefill, states, scheduler
         self._sampling: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
 
-    def run(self, admitted: Sequence[RunningRequest], processors: ProcessorStates | None) -> None:
-        """Fill the prompts' KV and append the first token of each.
+    def run(self, items: Sequence[Item], processors: ProcessorStates | None, *, whole: bool) -> int:
+        """Admit requests, fill their prompts' KV, and append the first token of each.
 
         Parameters
         ----------
-        admitted : sequence of RunningRequest
-            They have rows and slots.
+        items : sequence of (Request, RequestOutput)
+            The requests, and where their tokens go.
         processors : ProcessorStates or None
             Where what they ask of their logits is written.
+        whole : bool
+            As in `Scheduler.admit`.
+
+        Returns
+        -------
+        int
+            How many tokens of the prompts others had run.
         """
+        shared, started_at = 0, time.perf_counter()
+        for _, result in items:
+            result.started_at = started_at
+        while items:
+            # prompts that run now, and those that wait to share them
+            wave, items = self.scheduler.wave(items)
+            admitted = self.scheduler.admit(wave, whole=whole)
+            shared += sum(one.length for one in admitted)
+            self._run(admitted, processors)
+        return shared
+
+    def _run(self, admitted: Sequence[RunningRequest], processors: ProcessorStates | None) -> None:
         device = self.states.seq_lens.device
         prompts = [Prompt(one.row, one.request.prompt, one.length) for one in admitted]
         params = tuple(one.request.sampling for one in admitted)
