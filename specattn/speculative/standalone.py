@@ -9,7 +9,7 @@ before.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -44,6 +44,12 @@ class LMDraft:
 
     model: TargetModel
     target_vocab_size: int
+    #: A draft step leaves keys and values alone.
+    hidden_size: ClassVar[int] = 0
+    #: Nothing of the target is read.
+    feature_size: ClassVar[int] = 0
+    #: Draft and target share a vocabulary.
+    target_ids: ClassVar[Tensor | None] = None
 
     @property
     def layers(self) -> tuple[AttnConfig, ...]:
@@ -54,21 +60,6 @@ class LMDraft:
     def vocab_size(self) -> int:
         """Vd, the tokens that both models have."""
         return min(self.model.vocab_size, self.target_vocab_size)
-
-    @property
-    def hidden_size(self) -> int:
-        """0: a draft step leaves keys and values alone."""
-        return 0
-
-    @property
-    def feature_size(self) -> int:
-        """0: nothing of the target is read."""
-        return 0
-
-    @property
-    def target_ids(self) -> None:
-        """None: draft and target share a vocabulary."""
-        return None
 
     def for_context(self, max_context_len: int) -> Self:
         """Return the draft for contexts of that length; see `ContextModel`."""
