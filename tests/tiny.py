@@ -215,11 +215,11 @@ class TinyBlockDraft(nn.Module):
     def combine(self, hidden_states):
         return hidden_states * 0.5
 
-    def write_context(self, states, positions, store):
+    def write_context(self, states, positions, pool, slots):
         turned = turns(positions, 32, states.dtype)
         for layer, block in enumerate(self.blocks):
             _, k, v = block.project(states, turned, skipped=block.config.num_qo_heads)
-            store(layer, k, v)
+            pool.store(layer, slots, k, v)
 
     def forward_block(self, input_ids, positions, attend, rows=None):
         x = self.embed(input_ids)

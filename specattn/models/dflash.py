@@ -21,8 +21,8 @@ from specattn.models.hf import FeatureSpec
 from specattn.speculative.block import BlockShape, BlockView
 
 if TYPE_CHECKING:
+    from specattn.cache.kv_pool import KVPool
     from specattn.models.checkpoint import Checkpoint
-    from specattn.speculative.block import ContextStore
     from specattn.speculative.model import Attend
 
 #: The most tokens of a block: as many as the widest tree has nodes.
@@ -179,11 +179,11 @@ class DFlashHead(DraftHead):
         return mixed
 
     @torch.no_grad()
-    def write_context(self, states: Tensor, positions: Tensor, store: ContextStore) -> None:
+    def write_context(self, states: Tensor, positions: Tensor, pool: KVPool, slots: Tensor) -> None:
         """Store every layer's keys and values; see `BlockDraftModel.write_context`."""
         for layer, block in enumerate(self.blocks):
             parts, rotation = block.keys_values(states)
-            store.packed(layer, parts, positions, rotation)
+            pool.store_packed(layer, slots, parts, positions, rotation, 0)
 
     @torch.no_grad()
     def forward_block(

@@ -27,44 +27,7 @@ if TYPE_CHECKING:
     from specattn.attention.layers import LayeredBackend
     from specattn.cache.kv_pool import KVPool
     from specattn.config import SpecConfig
-    from specattn.kernels.fused import Rotation
     from specattn.speculative.model import Attend
-
-
-@dataclass(frozen=True)
-class ContextStore:
-    """The writer of committed tokens' keys and values, layer by layer.
-
-    Parameters
-    ----------
-    pool : KVPool
-        The draft's.
-    slots : Tensor
-        ``[B, q]`` int32 with B q = T; may have a row stride.
-    """
-
-    pool: KVPool
-    slots: Tensor
-
-    def __call__(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store ``[T, Hkv, D]`` and ``[T, Hkv, Dv]``, position embedding applied."""
-        self.pool.store(layer, self.slots, k, v)
-
-    def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> None:
-        """Norm and rotate keys, and store them with values.
-
-        Parameters
-        ----------
-        layer : int
-            Index into the draft's ``layers``.
-        parts : Tensor
-            ``[S, T, 2 Hkv D]``, of any dtype: they add up to keys and values.
-        positions : Tensor
-            ``[T]`` int64.
-        rotation : Rotation
-            The position embedding, and the bias and norms before it.
-        """
-        self.pool.store_packed(layer, self.slots, parts, positions, rotation, 0)
 
 
 @dataclass(frozen=True)
@@ -124,7 +87,7 @@ class BlockDraftModel(AnyDraftModel, Protocol):
     def block(self) -> BlockShape:
         """The block that it fills in one forward."""
 
-    def write_context(self, states: Tensor, positions: Tensor, store: ContextStore) -> None:
+    def write_context(self, states: Tensor, positions: Tensor, pool: KVPool, slots: Tensor) -> None:
         """Store every layer's keys and values of committed tokens.
 
         Parameters
@@ -133,8 +96,10 @@ class BlockDraftModel(AnyDraftModel, Protocol):
             ``[T, H]``, from `combine`.
         positions : Tensor
             ``[T]`` int64.
-        store : ContextStore
-            Called once per layer.
+        pool : KVPool
+            The draft's, where each layer's go, position embedding applied.
+        slots : Tensor
+            ``[B, q]`` int32 with B q = T; may have a row stride.
         """
 
     def forward_block(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.batch import Marginals
-from specattn.speculative.block import ContextStore, bind_block
+from specattn.speculative.block import bind_block
 from specattn.speculative.draft import choose_tokens
 from specattn.speculative.proposer import BoundProposer, ModelProposer
 
@@ -71,8 +71,8 @@ class DFlashProposer(ModelProposer):
     def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
         """Write the prompts' context; nothing else is kept."""
         assert chunk.features is not None
-        store = ContextStore(self.slot.pool, chunk.plan.out_slots)
-        self.model.write_context(self.model.combine(chunk.features), chunk.positions, store)
+        states, slots = self.model.combine(chunk.features), chunk.plan.out_slots
+        self.model.write_context(states, chunk.positions, self.slot.pool, slots)
         return {}
 
 
@@ -130,8 +130,8 @@ class BoundDFlash(BoundProposer):
         """Write the context of the accepted path; nothing else is kept."""
         model, buffers = self.proposer.model, self.step.buffers
         width = buffers.features.shape[1]
-        store = ContextStore(self.proposer.slot.pool, buffers.window[:, :width])
         states = model.combine(buffers.features.flatten(0, 1))
         positions = buffers.rotary(buffers.positions[:, :width])
-        model.write_context(states, positions.flatten(), store)
+        pool, slots = self.proposer.slot.pool, buffers.window[:, :width]
+        model.write_context(states, positions.flatten(), pool, slots)
         return {}

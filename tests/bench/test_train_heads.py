@@ -27,7 +27,7 @@ from specattn.engine.engine import Engine
 from specattn.engine.request import Request, RequestOutput
 from specattn.models import HFTarget, load_dflash, load_draft
 from specattn.models.hub import PAIR
-from specattn.speculative.block import ContextStore, bind_block
+from specattn.speculative.block import bind_block
 from specattn.speculative.model import ModelSlot
 from tests.models.conftest import DenseAttend
 
@@ -163,7 +163,7 @@ def test_the_dflash_head_is_the_one_that_is_loaded(target_folder, tmp_path, layo
     table = torch.zeros(3, 40, dtype=torch.int32)
     table[1:, :length] = slots[:length]
     loaded.write_context(
-        loaded.combine(features[0]), torch.arange(length), ContextStore(pool, slots[None, :length])
+        loaded.combine(features[0]), torch.arange(length), pool, slots[None, :length]
     )
     positions = anchors[0][:, None] + torch.arange(size)
     attention = bind_block(

@@ -14,7 +14,7 @@ from bench.random_models import random_dflash, random_target
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import ModelError
 from specattn.models import FeatureSpec, HFTarget, load_dflash
-from specattn.speculative.block import BlockShape, BlockView, ContextStore, bind_block
+from specattn.speculative.block import BlockShape, BlockView, bind_block
 from specattn.speculative.model import ModelSlot
 from tests.implementations import using
 from tests.models.conftest import TINY
@@ -130,8 +130,8 @@ def run(head: Any, features: torch.Tensor, pasts: list[int], *, backend: str) ->
     lens = torch.tensor(pasts, device=DEVICE)
     positions = lens[:, None] + torch.arange(size, device=DEVICE)
     with using("naive" if backend == "torch_native" else "triton"):
-        store = ContextStore(pool, slots[None, :text])
-        head.write_context(head.combine(features), torch.arange(text, device=DEVICE), store)
+        states, places = head.combine(features), torch.arange(text, device=DEVICE)
+        head.write_context(states, places, pool, slots[None, :text])
         attention = bind_block(
             ModelSlot.of(head, pool, backend).backend,
             head.block.views,
@@ -379,7 +379,8 @@ def test_a_replay_reads_lengths_and_context_of_then(target, tmp_path) -> None:
         head.write_context(
             head.combine(features),
             positions.flatten(),
-            ContextStore(pool, slots),
+            pool,
+            slots,
         )
         return logits
 

@@ -21,7 +21,7 @@ from specattn.models import (
     load_draft,
 )
 from specattn.plan import AttnInputs, AttnPlan
-from specattn.speculative.block import ContextStore, bind_block
+from specattn.speculative.block import bind_block
 from specattn.speculative.model import ModelSlot
 from tests.implementations import using
 
@@ -90,10 +90,8 @@ def test_dflash(case, backend) -> None:
     slots = table[:, text : text + size]
     positions = anchors[:, None] + torch.arange(size, device=DEVICE)
     with using("triton" if backend == "triton" else "naive"):
-        store = ContextStore(pool, table[:1, :text])
-        head.write_context(
-            head.combine(vectors["features"]), torch.arange(text, device=DEVICE), store
-        )
+        states, places = head.combine(vectors["features"]), torch.arange(text, device=DEVICE)
+        head.write_context(states, places, pool, table[:1, :text])
         slot = ModelSlot.of(head, pool, backend)
         attention = bind_block(
             slot.backend,
