@@ -194,10 +194,6 @@ class LookupFirst(Proposer):
         """Let both read the prompts."""
         return {**self.lookup.prompt(chunk), **self.other.prompt(chunk)}
 
-    def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> Self:
-        """Return the proposer with the other's slot changed."""
-        return type(self)(self.lookup, self.other.with_slots(change))
-
 
 class BoundLookupFirst(BoundProposer):
     """The search of a step, and what another proposes in it."""

@@ -182,12 +182,8 @@ class Proposer(ABC):
         """
         return {}
 
-    def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> Self:
-        """Return the proposer with its model's slot changed, for longer contexts, say."""
-        return self
-
-    def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Proposer:
-        """Return itself: what `ProposerFactory` makes is there."""
+    def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Self:
+        """Return the proposer over a slot for its model; see `ProposerFactory`."""
         return self
 
 
@@ -214,13 +210,9 @@ class ModelProposer(Proposer):
         mapped: Tensor = self.model.to_target(token_ids)
         return mapped
 
-    def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> Self:
-        """Return the proposer with its model's slot changed, for longer contexts, say."""
-        return type(self)(change(self.slot))
-
     def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Self:
         """Return the proposer with a slot for its model."""
-        return type(self)(slot(self.model) if self.slot is None else self.slot)
+        return type(self)(slot(self.model))
 
 
 class BoundProposer(ABC):

@@ -186,7 +186,9 @@ class StepSetup:
 
     def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> StepSetup:
         """Return the setup with every model's slot changed."""
-        proposer = self.proposer.with_slots(change)
+        proposer, own = self.proposer, self.proposer.slot
+        if own is not None:
+            proposer = proposer.make(lambda _: change(own))
         return replace(self, target=change(self.target), proposer=proposer)
 
 
