@@ -17,7 +17,6 @@ import torch
 from bench.compat import source_digest
 from tests.implementations import IMPLEMENTATIONS, using
 from tests.interpreter import (
-    convert_once,
     describe_once,
     multiply_by_row,
     patch_once,
@@ -36,11 +35,12 @@ torch.set_num_threads(1)  # tiny shapes: a second thread only waits
 if not CUDA:
     # torch would note the stack of every call, for a CUDA that is started later
     torch.manual_seed = torch.default_generator.manual_seed
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    if find_spec("triton"):
-        patch_once()
+    interprets = os.environ.setdefault("TRITON_INTERPRET", "1") == "1"
+    if interprets and find_spec("triton"):
+        from tests.shortcuts import shortcuts
+
+        patch_once(shortcuts())
         describe_once()
-        convert_once()
         without_idle_checks()
         multiply_by_row()
         spread_bits()
