@@ -359,9 +359,13 @@ def test_what_the_engine_raises_reaches_every_consumer(models, expected, monkeyp
         assert [output async for output in stream] == []
 
     with AsyncEngine(engine) as server, ThreadPoolExecutor(1) as threads:
-        streams = [server.stream(Request([*LONG.prompt, at], 80)) for at in range(6)]
+        first, *requests = (Request([*LONG.prompt, at], 80) for at in range(6))
+        streams = [server.stream(first)]
+        # else the first prompts may fill the rows: the next ones come when a request has ended
+        assert held.inside.wait(600)
+        streams += [server.stream(request) for request in requests]
         task = threads.submit(asyncio.run, read(streams.pop()))
-        # what fails comes after the first step, and all requests with that
+        # what fails comes after the first step, and all other requests with that
         held.go()
         for stream in streams:
             with pytest.raises(RuntimeError, match="the device is lost"):
