@@ -78,11 +78,16 @@ class Scheduler:
         """Split off the requests that wait to share a prompt of others."""
         now: list[Item] = []
         later: list[Item] = []
+        # of many samples of a prompt, one
+        prompts: set[tuple[int, ...]] = set()
         for item in items:
             prompt = item[0].prompt
-            common = max((_common(prompt, first.prompt) for first, _ in now), default=0)
-            shares_more = self._shareable(prompt, common) > self._donor(prompt)[1]
-            (later if shares_more else now).append(item)
+            common = max((_common(prompt, first) for first in prompts), default=0)
+            if self._shareable(prompt, common) > self._donor(prompt)[1]:
+                later.append(item)
+            else:
+                now.append(item)
+                prompts.add(tuple(prompt))
         return now, later
 
     def admit(self, items: Sequence[Item], *, whole: bool) -> list[RunningRequest]:
