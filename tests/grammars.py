@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import math
+from functools import cache
+
+import torch
 
 from tests.processors import dense_logits, processed
 
 #: Remainders by 5 of the tokens that may follow one of each remainder.
 FOLLOWING = {0: (1, 2), 1: (0, 3), 2: (4,), 3: (3, 1, 2), 4: (0, 4)}
+
+
+@cache
+def masks(vocab: int) -> list[list[int]]:
+    """By the newest token's remainder: words whose bits are the tokens that may follow."""
+    rows = []
+    for remainder in range(5):
+        words = [-1] * -(-vocab // 32)
+        for token in range(vocab):
+            if token % 5 not in FOLLOWING[remainder]:
+                # as a signed number
+                words[token // 32] -= 1 << token % 32 if token % 32 < 31 else -(1 << 31)
+        rows.append(words)
+    return rows
 
 
 class Remainders:
@@ -23,12 +40,9 @@ class Remainders:
         assert tokens[0] == self.last, "the root is the newest token"
         assert list(parents[:1]) == [-1]
         assert (bitmask == -1).all()
-        for node, token in enumerate(tokens):
-            assert node == 0 or 0 <= parents[node] < node
-            for other in set(range(self.vocab)) - self.allowed(token):
-                word, bit = int(bitmask[node, other // 32]), other % 32
-                cleared = word & ~(1 << bit) & 0xFFFFFFFF
-                bitmask[node, other // 32] = cleared - (1 << 32) if cleared >> 31 else cleared
+        assert all(0 <= parents[node] < node for node in range(1, len(tokens)))
+        rows = masks(self.vocab)
+        bitmask.copy_(torch.tensor([rows[token % 5] for token in tokens], dtype=torch.int32))
 
     def accept(self, tokens) -> None:
         for token in tokens:

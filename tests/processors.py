@@ -7,7 +7,10 @@ import math
 import torch
 
 from specattn.speculative.sampling import SamplingParams
-from tests.tiny import DenseAttend
+from tests.tiny import DenseAttend, known
+
+#: The probability of every text.
+Law = dict[tuple[int, ...], float]
 
 #: Each processor alone, and three together.
 GREEDY = {
@@ -52,10 +55,14 @@ def processed(
 
 
 def dense_logits(target, tokens: list[int]) -> list[float]:
-    """A tiny model's logits after a text, without a cache."""
-    ids = torch.tensor(tokens, device=target.device)
-    positions = torch.arange(len(tokens), device=target.device)
-    return target(ids, positions, DenseAttend(target.layers)).logits[-1].double().tolist()
+    """A tiny model's logits after a text, without a cache; those of a text are computed once."""
+    texts, text = known(target, dense_logits), tuple(tokens)
+    if text not in texts:
+        ids = torch.tensor(tokens, device=target.device)
+        positions = torch.arange(len(tokens), device=target.device)
+        logits = target(ids, positions, DenseAttend(target.layers)).logits[-1]
+        texts[text] = logits.double().tolist()
+    return texts[text]
 
 
 def greedy_text(target, prompt: list[int], count: int, params: SamplingParams, **ends) -> list[int]:
@@ -83,11 +90,11 @@ def drawn_from(scores: list[float], params: SamplingParams) -> list[float]:
     return [weights[t] / total if t in kept else 0.0 for t in range(len(scores))]
 
 
-def joint_law(next_logits, params: SamplingParams, count: int = 3) -> dict[tuple[int, ...], float]:
-    """The probability of every ``count`` tokens; ``next_logits`` maps a text's output to logits."""
-    paths: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(count):
-        longer = {}
+def joint_law(next_logits, params: SamplingParams) -> Law:
+    """The probability of every three tokens; ``next_logits`` maps a text's output to logits."""
+    paths: Law = {(): 1.0}
+    for _ in range(3):
+        longer: Law = {}
         for path, mass in paths.items():
             probs = drawn_from(next_logits(list(path)), params)
             longer |= {(*path, t): mass * p for t, p in enumerate(probs) if p > 0}

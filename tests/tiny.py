@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -272,9 +272,7 @@ def dense_greedy(target: TinyTarget, prompt: list[int], count: int) -> list[int]
 
     A text of the same weights is decoded once.
     """
-    plain = type(target) is TinyTarget and "forward" not in vars(target)
-    texts = known_texts(Weights.of(target), DenseAttend) if plain else {}
-    text = texts.setdefault(tuple(prompt), [])
+    text = known(target, DenseAttend).setdefault(tuple(prompt), [])
     if len(text) < count:
         text[:] = decoded(target, prompt, count)
     return text[:count]
@@ -290,16 +288,28 @@ class Weights:
 
     @classmethod
     def of(cls, target: TinyTarget) -> Weights:
-        digest = hashlib.blake2b()
-        for tensor in target.state_dict().values():
-            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
-        return cls(target.layers, target.device, digest.digest())
+        versions = [tensor._version for tensor in (*target.parameters(), *target.buffers())]
+        return cls(target.layers, target.device, digest(target, tuple(versions)))
+
+
+# the last ones: no more targets are kept from being freed
+@lru_cache(4)
+def digest(target: TinyTarget, versions: tuple[int, ...]) -> bytes:
+    found = hashlib.blake2b()
+    for tensor in target.state_dict().values():
+        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+    return found.digest()
 
 
 @cache
-def known_texts(weights: Weights, attend: object) -> dict[tuple[int, ...], list[int]]:
-    """Texts that were decoded with these weights, by prompt."""
+def _known(weights: Weights, of: object) -> dict[tuple[int, ...], list]:
     return {}
+
+
+def known(target: TinyTarget, of: object) -> dict[tuple[int, ...], list]:
+    """What is known of texts with a target's weights; nothing of a target that was changed."""
+    plain = type(target) is TinyTarget and "forward" not in vars(target)
+    return _known(Weights.of(target), of) if plain else {}
 
 
 def decoded(target: TinyTarget, prompt: list[int], count: int) -> list[int]:

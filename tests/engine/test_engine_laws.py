@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from specattn.speculative.sampling import SamplingParams
 from tests.speculative import laws
 from tests.speculative.laws import PROMPT, SETTINGS, TEMPERATURE, TOP_K
 
+if TYPE_CHECKING:
+    from tests.processors import Law
+
 
 @pytest.fixture(scope="module")
 def models():
@@ -22,12 +26,12 @@ def models():
 
 
 @pytest.fixture(scope="module")
-def law(models) -> laws.Law:
+def law(models) -> Law:
     return laws.joint_law(models[0], PROMPT)
 
 
-def p_value(models, config: SpecConfig, law: laws.Law, draws=laws.DRAWS, **options) -> float:
-    return laws.p_value_of(Engine(*models, config, buckets=[250], **options), law, draws)
+def p_value(models, config: SpecConfig, law: Law, **options) -> float:
+    return laws.p_value_of(Engine(*models, config, buckets=[250], **options), law)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -44,13 +48,13 @@ def test_settings_that_change_every_step_keep_the_law(models, law):
 def test_a_biased_sampler_fails_the_same_test(models, law, monkeypatch):
     """R19: one coin for both decisions is not the target's law, and the test sees it."""
     monkeypatch.setattr(verify, "FINAL", verify.ACCEPT)
-    assert p_value(models, SETTINGS["tree"], law, laws.FEWER) < 1e-10
+    assert p_value(models, SETTINGS["tree"], law) < 1e-10
 
 
 def test_a_lenient_rejection_fails_the_same_test(models, law, monkeypatch):
     """Accepting every draft the target could have drawn is not the target's law."""
     laws.accept_every_draft(monkeypatch)
-    assert p_value(models, SETTINGS["rejection"], law, laws.FEWER) < 1e-10
+    assert p_value(models, SETTINGS["rejection"], law) < 1e-10
 
 
 def test_greedy_requests_stay_greedy_under_rejection(models):

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 
 import pytest
-from scipy.stats import chi2
 
-from specattn.engine.engine import Engine, Request
+from specattn.engine.engine import Engine
 from specattn.speculative.sampling import SamplingParams
 from tests.grammars import Remainders, constrained_logits
 from tests.processors import dense_logits, joint_law, no_path, processed
+from tests.samples import sampled, star
 from tests.speculative import laws
 from tests.speculative.laws import DEVICE, PROMPT, SETTINGS
 
 __all__ = ["DEVICE"]
 
-DRAWS, MANY = 500, 1500
+MANY = 1500
 DRAWN = partial(SamplingParams, 1.5, 3)
 PARAMS = {
     "min-p": SamplingParams(1.5, min_p=0.25),
@@ -38,26 +37,9 @@ def models():
     return laws.make_models()
 
 
-def p_value(
-    models, setting: str, law, params: SamplingParams, grammar=None, draws: int = DRAWS
-) -> float:
-    """Pearson's test; 0 if a token came that the law does not have."""
+def p_value(models, setting: str, law, params: SamplingParams, **options) -> float:
     run = Engine(*models, SETTINGS[setting], buckets=[250])
-    requests = [
-        Request(PROMPT, 3, one, grammar=grammar)
-        for one in (SamplingParams(**vars(params) | {"seed": 1000 + at}) for at in range(draws))
-    ]
-    counts = Counter(tuple(result.tokens) for result in run.generate(requests))
-    if not counts.keys() <= law.keys():
-        return 0.0
-    expected = {path: draws * p for path, p in law.items()}
-    # rare outcomes are one
-    rare = {path for path, want in expected.items() if want < 5}
-    pairs = [(counts[path], want) for path, want in expected.items() if path not in rare]
-    if rare:
-        pairs.append((sum(counts[path] for path in rare), sum(expected[path] for path in rare)))
-    assert len(pairs) > 3
-    return float(chi2.sf(sum((n - want) ** 2 / want for n, want in pairs), len(pairs) - 1))
+    return laws.p_value_of(run, law, params=params, **options)
 
 
 def law_of(models, params: SamplingParams):
@@ -67,8 +49,7 @@ def law_of(models, params: SamplingParams):
     return joint_law(logits, params)
 
 
-@pytest.mark.parametrize("setting", ["chain", "tree"])
-@pytest.mark.parametrize("name", PARAMS)
+@sampled(star, setting=["tree", "chain"], name=["three", *list(PARAMS)[:-1]])
 def test_three_tokens_have_the_law_of_plain_decoding(models, name, setting):
     law = law_of(models, PARAMS[name])
     assert p_value(models, setting, law, PARAMS[name]) > 1e-3
@@ -93,4 +74,4 @@ def test_a_history_without_the_path_fails_the_same_test(monkeypatch):
 def test_constrained_tokens_have_the_law_of_plain_constrained_decoding(models, setting):
     params = DRAWN(frequency_penalty=0.5)
     law = joint_law(lambda out: constrained_logits(models[0], PROMPT, out, params), params)
-    assert p_value(models, setting, law, params, partial(Remainders, PROMPT)) > 1e-3
+    assert p_value(models, setting, law, params, grammar=partial(Remainders, PROMPT)) > 1e-3

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from specattn.engine.engine import Engine, Request
+from specattn.engine.engine import Engine
 from specattn.models import load_draft
 from specattn.speculative.draft import choose_tokens
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.verify import over_target_vocabulary
 from tests.models.heads import VD, V, eagle3_tensors, write
 from tests.speculative import laws
@@ -49,8 +49,7 @@ def test_texts_follow_the_targets_probabilities(name) -> None:
     # the target's likeliest tokens are in part ones that the draft has
     assert len({path[0] for path in probs} & set(draft.target_ids.tolist())) in (1, 2)
     engine = Engine(target, draft, laws.SETTINGS[name], buckets=[250])
-    drawn = [SamplingParams(laws.TEMPERATURE, laws.TOP_K, seed=1000 + i) for i in range(laws.DRAWS)]
-    results = engine.generate([Request(laws.PROMPT, 3, sampling) for sampling in drawn])
+    results = engine.generate(laws.requests())
     assert laws.p_value(probs, [tuple(result.tokens) for result in results]) > 1e-3
     assert max(n for result in results for n in result.accept_lens) > 1
 

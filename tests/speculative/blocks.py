@@ -13,6 +13,7 @@ from tests.worlds import DEVICE
 
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
+    from tests.processors import Law
 
 SIZE = 6
 PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9], [17], [4, 4, 4, 4, 4, 4, 4, 1]]
@@ -24,10 +25,10 @@ def engine(config: SpecConfig, draft=None, target=None, **options) -> Engine:
     return Engine(target, draft or TinyBlockDraft(SIZE, device=DEVICE), config, **options)
 
 
-def p_value(target: TinyTarget, config: SpecConfig, law: laws.Law, draws=laws.DRAWS) -> float:
+def p_value(target: TinyTarget, config: SpecConfig, law: Law, **options) -> float:
     """Hold three drawn tokens against the target's joint law."""
     run = engine(config, TinyBlockDraft(3, device=target.device), target, buckets=[250])
-    return laws.p_value_of(run, law, draws)
+    return laws.p_value_of(run, law, **options)
 
 
 def poison(run: Engine) -> None:

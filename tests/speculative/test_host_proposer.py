@@ -370,11 +370,10 @@ def law():
     return target, laws.joint_law(target, laws.PROMPT)
 
 
-def drawn(law, tree):
+def drawn(law, tree, **options):
     """A p-value of drawn texts."""
     run = Engine(law[0], Likely(law[1]), laws.SETTINGS[tree], buckets=[250])
-    params = [SamplingParams(laws.TEMPERATURE, laws.TOP_K, seed=1000 + i) for i in range(750)]
-    out = run.generate([Request(laws.PROMPT, 3, one) for one in params])
+    out = run.generate(laws.requests(**options))
     assert sum(n > 1 for r in out for n in r.accept_lens) > 100, "nothing was ever accepted"
     return laws.p_value(law[1], [tuple(result.tokens) for result in out])
 
@@ -386,4 +385,4 @@ def test_three_tokens_have_the_targets_joint_law(law, tree):
 
 def test_one_coin_for_both_decisions_fails_the_same_test(law, monkeypatch):
     monkeypatch.setattr(laws.verify, "FINAL", laws.verify.ACCEPT)
-    assert drawn(law, "tree") < 1e-10
+    assert drawn(law, "tree", draws=750) < 1e-10

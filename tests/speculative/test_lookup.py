@@ -202,12 +202,11 @@ def test_what_cannot_be_is_refused(models):
             Engine(models[0], proposer(kind, models), config)
 
 
-def law_of(models, kind, tree, prompt, law, draws=laws.DRAWS):
+def law_of(models, kind, tree, prompt, law):
     """A p-value of drawn texts after a prompt."""
     config = SpecConfig(*tree, 64, 250)
     run = Engine(models[0], proposer(kind, models, 1, 3), config, buckets=[250])
-    drawn = [SamplingParams(laws.TEMPERATURE, laws.TOP_K, seed=1000 + i) for i in range(draws)]
-    out = run.generate([Request(prompt, 3, one) for one in drawn])
+    out = run.generate(laws.requests(prompt))
     assert sum(n > 1 for r in out for n in r.accept_lens) > 100, "nothing was ever accepted"
     return laws.p_value(law, [tuple(result.tokens) for result in out])
 
@@ -237,7 +236,7 @@ def test_three_tokens_have_the_targets_joint_law(law_models, law, kind, tree):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_coin_for_both_decisions_fails_the_same_test(law_models, law, kind, monkeypatch):
     monkeypatch.setattr(laws.verify, "FINAL", laws.verify.ACCEPT)
-    assert law_of(law_models, kind, (2, 3, 7), *law, laws.FEWER) < 1e-6
+    assert law_of(law_models, kind, (2, 3, 7), *law) < 1e-6
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ and steps whoever lacks tokens, in another order and company each time, until th
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from specattn.speculative.step import StepPart
 from tests.speculative import laws
 from tests.speculative.laws import DEVICE, PROMPT, SETTINGS, TEMPERATURE, TOP_K
 from tests.tiny import dense_greedy
+
+if TYPE_CHECKING:
+    from tests.processors import Law
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +41,7 @@ def greedy(models) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def law(models, greedy) -> laws.Law:
+def law(models, greedy) -> Law:
     """Of what follows the prompt and its greedy token."""
     return laws.joint_law(models[0], [*PROMPT, greedy[0]])
 
