@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import platform
 import sysconfig
 import time
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bench.lines import Record, Setting, machine, models_of
+from bench.lines import Record, Setting, free, models_of, place
 from bench.shipped import pair
 from bench.suite.acceptance import DRAFTS, LOOKUP, PLAIN
 from bench.tools.train_heads.corpus import encode, is_held_out, read_sources
@@ -101,9 +100,7 @@ def run(args: argparse.Namespace, record: Record) -> None:
     @functools.cache
     def line(setting: Setting) -> tuple[dict[str, Any], list[list[int]]]:
         made = measure(setting, models_of(setting.draft, load), prompts, args.new, args.slots)
-        gc.collect()  # the engine, whose pools and graphs the next one needs room for
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free()
         return made
 
     for setting in (one for one in SETTINGS if one.draft in args.kinds):
@@ -137,7 +134,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    head = machine(args.device) | {
+    head = place(args.device) | {
         "python": platform.python_version(),
         "dtype": args.dtype,
         "prompts": args.prompts,

@@ -18,7 +18,6 @@ included, is subtracted.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.acceptance import PROMPT_TOKENS, held_out_prompts
-from bench.lines import Setting, Transformers
+from bench.lines import Setting, Transformers, free
 from bench.shipped import pair, plain_target
 from bench.suite.decode import EAGER, HALVES, ONE, PLAIN, THREE, TRANSFORMERS
 from bench.suite.machine import machine
@@ -190,7 +189,7 @@ def cell(
             other = first.setdefault(one.setting if temperature else PLAIN, one)
             if other is not one:
                 one.compare(runs, other.runs[0].tokens)
-            gc.collect()
+            free()
     made = {"name": name, "batch": len(prompts), "temperature": temperature}
     return made | {"lines": [one.line() for one in found]}
 

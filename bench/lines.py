@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -116,13 +117,18 @@ def models_of(draft: str, load: Callable[[str], tuple[Any, Any]]) -> tuple[Any, 
     return target, LookupFirst(LookupProposer(matches=MATCHES), head) if front else head
 
 
-def machine(device: str) -> dict[str, str]:
-    """Return what a record says of the machine."""
+def place(device: str) -> dict[str, str]:
+    """Return where lines are measured, which must be the same for all of a record."""
     on_gpu = torch.device(device).type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-        "torch": torch.__version__,
-    }
+    name = torch.cuda.get_device_name() if on_gpu else "CPU"
+    return {"device": name, "torch": torch.__version__}
+
+
+def free() -> None:
+    """Give the memory of an engine back that has gone: the next one's pools and graphs need it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class Record:
@@ -131,7 +137,7 @@ class Record:
     Parameters
     ----------
     head : dict
-        What the lines have in common.
+        What the lines have in common; ``machine`` may say more of the last run.
     path : Path, optional
         Where the record goes; lines that are there already are kept.
     names : sequence of str
@@ -148,7 +154,8 @@ class Record:
         found: dict[str, Any] = {"results": []}
         if path is not None and path.exists():
             found = json.loads(path.read_text())
-            if differing := [name for name in head if head[name] != found.get(name)]:
+            alike = (name for name in head if name != "machine")
+            if differing := [name for name in alike if head[name] != found.get(name)]:
                 raise ValueError(f"{path} differs in {', '.join(differing)}")
         self.lines = {self.key(line): line for line in found["results"]}
 

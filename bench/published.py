@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import gzip
 import json
 import time
@@ -32,9 +31,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import specattn
-from bench.lines import Record, Setting, Transformers, machine, models_of
+from bench.lines import Record, Setting, Transformers, free, models_of, place
 from bench.shipped import LOADERS, fitted
 from bench.suite.acceptance import LOOKUP, PLAIN
+from bench.suite.machine import machine
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request, RequestOutput
@@ -213,19 +213,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-transformers", dest="inside", action="store_false")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="what the record calls this version")
+    parser.add_argument("--out", type=Path, help="where lines go; those that it has are kept")
     args = parser.parse_args()
     for kind in {kind.removeprefix(f"{LOOKUP}+") for kind in args.kinds} - {LOOKUP}:
         if getattr(args, kind) is None:
             parser.error(f"--kinds {kind} needs --{'draft' if kind == 'model' else kind}")
     return args
-
-
-def free() -> None:
-    """Give the memory of engines back: the next one's pools and graphs need it."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -240,9 +234,10 @@ def main() -> None:
 
     prompts = problems(args.problems, base.tokenizer)[: args.count]
     names = {kind: getattr(args, kind) for kind in ("target", *LOADERS)}
-    head = {"dtype": args.dtype, "new": args.new}
+    head = place(args.device) | {"machine": machine(args.commit)}
+    head |= {"dtype": args.dtype, "problems": len(prompts), "new": args.new}
     head |= {kind: name and Path(name).stem for kind, name in names.items()}
-    record = Record(machine(args.device) | head, args.out, NAMES)
+    record = Record(head, args.out, NAMES)
     plain, gaps = gaps_of(load("none")[0], prompts, args.new)
 
     def add(line: dict[str, Any], texts: list[list[int]]) -> None:
@@ -258,11 +253,9 @@ def main() -> None:
             add(*run(setting, models, some(prompts, batch), args.new, batch))
             free()
     if args.inside:
-        assistant = (
-            HFTarget.from_pretrained(args.model, dtype=base.dtype, device=args.device)
-            if args.model
-            else None
-        )
+        assistant = None
+        if args.model:
+            assistant = HFTarget.from_pretrained(args.model, dtype=base.dtype, device=args.device)
         for line, texts in inside(args, base, assistant):
             add(line, texts)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from bench.lines import Transformers
 from bench.shipped import pair
 from specattn.models.hub import PAIR, PAIR_HEADS
 
+ROOT = Path(__file__).parent.parent.parent
+MAKE = runpy.run_path(str(ROOT / "docs" / "make_published.py"))
 PROMPTS = [[5, 9, 31, 2, 8], [7, 7, 3, 30, 12, 7, 7]]
 
 
@@ -127,3 +131,42 @@ def test_loaded_models_give_what_their_heads_read():
         target, draft = pair("cpu", torch.float32, kind=kind)
         assert (draft is None) == (not states)
         assert len(target.features.hidden_states) == states
+
+
+def test_the_page_is_what_the_generator_writes():
+    """Run ``python docs/make_published.py`` after a record changed."""
+    assert (ROOT / "docs" / "published.md").read_text() == MAKE["page"]()
+
+
+def test_the_page_says_what_a_record_says():
+    def line(draft, tree, temperature, batch, speed, gained, by=published.OURS):
+        made = {"by": by, "draft": draft, "tree": tree, "temperature": temperature, "batch": batch}
+        steps = sum(gained)
+        tokens = sum(n * count for n, count in enumerate(gained, 1))
+        made |= {"texts": 10, "tokens_per_second": speed, "steps_by_tokens": gained}
+        made |= {"steps": steps, "accepted_per_step": tokens / steps}
+        return made | {"equal_to_plain": 9, "gaps_at_departures": [0.03125]}
+
+    lines = [
+        line("plain", "no tree", 0.0, 1, 50.0, [4]),
+        line("lookup+model", "chain of 3", 0.0, 1, 125.0, [1, 0, 3]),
+        line("plain", "no tree", 0.8, 8, 200.0, [4]),
+        line("lookup+model", "chain of 3", 0.8, 8, 300.0, [1, 1]),
+        line("lookup+model", "chain of 3", 0.0, 8, 400.0, [1, 1, 2]),
+        line("model", "", 0.0, 1, 75.0, [1], by=published.THEIRS),
+    ]
+    record = {"device": "A GPU", "torch": "2.11.0+cu130", "dtype": "bfloat16", "new": 256}
+    record |= {"target": "Big", "model": "Small", "eagle3": None, "dflash": None}
+    text = MAKE["section"](record | {"results": lines})
+    assert (
+        "A GPU, torch 2.11.0, bfloat16; 10 problems, at most 256 tokens each; a model: Small."
+        in text
+    )
+    assert (
+        "Of 20 greedy texts 18 are plain decoding's, the others depart where the gap is 0.031"
+        in text
+    )
+    assert "| lookup, else a model | chain of 3 | 2.25 | 1.50 | 75% | 50% | - | - | - |" in text
+    assert "| lookup, else a model | chain of 3 | 125, 2.50x | 400 | 300, 1.50x |" in text
+    assert "| transformers | a model | 75.0 | 9 of 10 |" in text
+    assert "Tokens per second" not in MAKE["section"](record | {"device": "CPU", "results": lines})
