@@ -33,13 +33,27 @@ class Ours(Contestant):
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
         case = batch.case
-        self.kernel: Any = MlaAttention(**_shared(batch)) if case.latent else _attention(batch)
+        shared = _shared(batch)
+        self.kernel: Any = (
+            MlaAttention(**shared) if case.latent else TreeAttention(**shared, **self.options())
+        )
         self.layer = self.kernel
         if case.stored:
             scales = KVScales(batch.kv_scale, batch.kv_scale)
             self.layer = self.kernel.for_layer(scales, prefetch=False)
         if batch.sinks is not None:
             self.layer = self.layer.with_sinks(batch.sinks)
+
+    def options(self) -> dict[str, Any]:
+        """Return what trees have besides their shape."""
+        batch, case = self.batch, self.batch.case
+        return {
+            "page_size": case.page_size,
+            "kv_dtype": batch.kv_dtype,
+            "window_left": case.window_left,
+            "logit_cap": case.logit_cap,
+            "deterministic": DeterministicSplits(max(case.lengths)) if case.fixed else None,
+        }
 
     def tails(self) -> dict[str, Tensor]:
         batch = self.batch
@@ -146,18 +160,6 @@ def _shared(batch: Batch) -> dict[str, Any]:
         "device": batch.device,
         "sm_scale": batch.scale,
     }
-
-
-def _attention(batch: Batch) -> TreeAttention:
-    case = batch.case
-    return TreeAttention(
-        page_size=case.page_size,
-        kv_dtype=batch.kv_dtype,
-        window_left=case.window_left,
-        logit_cap=case.logit_cap,
-        deterministic=DeterministicSplits(max(case.lengths)) if case.fixed else None,
-        **_shared(batch),
-    )
 
 
 class OursPrompt(Contestant):
