@@ -151,7 +151,9 @@ def add(slowly: Any) -> Any:
     """Additions, to pointers as well."""
     add_numbers = combine(np.add, NUMBERS, slowly)
 
-    def call(one: Any, other: Any) -> Any:
+    def call(one: Any, other: Any, **named: Any) -> Any:
+        if named:
+            return slowly(one, other, **named)
         kind = one.dtype
         if not kind.is_ptr():
             return add_numbers(one, other)
@@ -193,9 +195,9 @@ def count(slowly: Any) -> Any:
     def counted(start: int, end: int) -> Any:
         return slowly(start, end).handle.data
 
-    def call(start: Any, end: Any) -> Any:
-        if type(start) is not int or type(end) is not int:
-            return slowly(start, end)
+    def call(start: Any, end: Any, **named: Any) -> Any:
+        if named or type(start) is not int or type(end) is not int:
+            return slowly(start, end, **named)
         return wrap(counted(start, end), tl.int32, True)
 
     return call
@@ -205,9 +207,9 @@ def expand(slowly: Any) -> Any:
     """New axes of blocks."""
     whole_axis = slice(None)
 
-    def call(one: Any, at: Any) -> Any:
-        if type(at) is not tuple or not is_block(one):
-            return slowly(one, at)
+    def call(one: Any, at: Any, **named: Any) -> Any:
+        if named or type(at) is not tuple or not is_block(one):
+            return slowly(one, at, **named)
         for axis in at:
             if axis is not None and axis != whole_axis:
                 return slowly(one, at)
@@ -219,8 +221,10 @@ def expand(slowly: Any) -> Any:
 def select(slowly: Any) -> Any:
     """Choices between two values of one kind, one of which may be a number."""
 
-    def call(bits: Any, one: Any, other: Any) -> Any:
+    def call(bits: Any, one: Any, other: Any, **named: Any) -> Any:
         known = one if type(one) is tl.tensor else other
+        if named:
+            return slowly(bits, one, other, **named)
         if type(known) is not tl.tensor or known.dtype.name not in NUMBERS:
             return slowly(bits, one, other)
         left, left_kind = beside(one, known.dtype)
