@@ -42,7 +42,7 @@ class PromptRunner:
         self._sampling: tuple[tuple[SamplingParams, ...], SamplingBatch] | None = None
 
     def run(self, items: Sequence[Item], processors: ProcessorStates | None, *, whole: bool) -> int:
-        """Admit requests, fill their prompts' KV, and append the first token of each.
+        """Admit requests, run their prompts, and append their first tokens.
 
         Parameters
         ----------
