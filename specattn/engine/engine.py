@@ -529,6 +529,7 @@ class Engine:
 
     def _admit(self, items: Sequence[Item], *, whole: bool) -> list[RequestOutput]:
         """Run the prompts and draw first tokens, of all requests or none."""
+        requests = [request for request, _ in items]
         results = [result for _, result in items]
         with self._change():
             if len(items) > (free := self.table.num_free_rows):
@@ -537,7 +538,7 @@ class Engine:
                 )
             running, rows = list(self.running), self.table.rows
             try:
-                self._decoders.capture_for([request for request, _ in items])
+                self._decoders.capture_for(requests)
                 self._untimed()
                 shared = self._prompts.run(items, self._decoders.processors, whole=whole)
             except BaseException:
