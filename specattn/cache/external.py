@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import ReadOnly
-from specattn.cache.slot_table import count_pages
+from specattn.cache.slot_table import SlotTable, count_pages
 from specattn.checks import expect, whole_number
 from specattn.kernels.checks import require_rows
 from specattn.kernels.indices import fill_slots
@@ -206,3 +206,7 @@ class ExternalTable(ReadOnly):
             )
         if min(lens, default=0) < 0:
             raise ValueError(f"lens must be 0 or more, got {lens}")
+
+
+#: Rows and slots of requests, as steps read them.
+RequestTable = SlotTable | ExternalTable

@@ -6,7 +6,7 @@ Slot and page 0 and table row 0 belong to padding: padded rows read and write on
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,33 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     import numpy.typing as npt
-    from torch import Tensor
 
     Rows = npt.NDArray[np.int64]
-
-
-class RequestTable(Protocol):
-    """The part of a slot table that steps read."""
-
-    @property
-    def req_to_token(self) -> Tensor:
-        """``[rows + 1, max_context_len]`` int32."""
-
-    @property
-    def reserved(self) -> Tensor:
-        """``[rows + 1]`` int32."""
-
-    @property
-    def page_size(self) -> int:
-        """Slots per page."""
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that the table may name, page 0 included."""
-
-    @property
-    def max_context_len(self) -> int:
-        """Longest context of a request."""
 
 
 def count_pages(num_slots: int, page_size: int) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from specattn.attention.multi_step import Indices
-    from specattn.cache.slot_table import RequestTable
+    from specattn.cache.external import RequestTable
     from specattn.config import SpecConfig
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step_setup import StepSetup

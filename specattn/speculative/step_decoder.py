@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.cache.slot_table import RequestTable
+    from specattn.cache.external import RequestTable
     from specattn.config import SpecConfig
     from specattn.cuda_graph import GraphReport
     from specattn.cuda_graph.runner import Captured

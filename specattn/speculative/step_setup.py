@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from specattn.attention.multi_step import Indices
     from specattn.batch import AcceptResult, DraftTree
-    from specattn.cache.slot_table import RequestTable
+    from specattn.cache.external import RequestTable
     from specattn.config import SpecConfig
     from specattn.cuda_graph.recorder import Recorder
     from specattn.speculative.grammar import Grammar
