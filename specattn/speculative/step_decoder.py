@@ -14,6 +14,7 @@ import torch
 from specattn.batch import DraftTree, ForwardMode
 from specattn.buffers import ReadOnly
 from specattn.cache.slot_table import SlotTable
+from specattn.checks import expect
 from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureMismatch
 from specattn.speculative.drafts import as_proposer
@@ -26,8 +27,6 @@ from specattn.speculative.step import StepPart
 from specattn.speculative.step_setup import CudagraphMode, StepOptions, StepSetup
 from specattn.speculative.validation import (
     check_draft_tokens,
-    check_lens,
-    check_processors,
     check_rows,
     check_setup,
     check_tree,
@@ -57,6 +56,7 @@ __all__ = ["CudagraphMode", "PendingStep", "StepDecoder"]
 
 log = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
 # steps whose tokens may be on their way to the host
 _IN_FLIGHT = 2
 
@@ -215,8 +215,8 @@ class StepDecoder(ReadOnly):
         if processors is not None and processors is not self._processors:
             if self._processors is not None:
                 raise ValueError("processors must be those that were captured, got others")
-            size = (len(self.table.req_to_token), self.target.model.vocab_size)
-            check_processors(processors, size, self.table.req_to_token.device)
+            size, device = (len(self._known), self.target.model.vocab_size), self.setup.device
+            expect("processors.history", processors.history, size, torch.int32, device)
             self._processors = processors
             steps, batch = self._in_flight.host.rows.shape
             self._in_flight.logprobs = LogprobBuffers.alloc(
@@ -431,7 +431,7 @@ class StepDecoder(ReadOnly):
         """Check rows, unless they are the last ones, and their lengths."""
         found = tuple(rows)
         if seq_lens_cpu is not None:
-            check_lens(seq_lens_cpu, len(found))
+            expect("seq_lens_cpu", seq_lens_cpu, (len(found),), torch.int32, _CPU)
         if self._good != found:
             check_rows(found, self._known, self._in_flight.host.rows.shape[1])
             self._good = found

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from specattn.batch import DraftTree
     from specattn.config import SpecConfig
     from specattn.speculative.prefill import Prompt
-    from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
     from specattn.speculative.sampling import SamplingBatch
     from specattn.speculative.states import StateField
@@ -62,11 +61,6 @@ def check_logits(logits: Tensor, rows: int, vocab_size: int) -> None:
             f"the target's logits must be [{rows}, {vocab_size}], a row per token that was asked "
             f"for and its vocab_size, got {list(logits.shape)}"
         )
-
-
-def check_lens(seq_lens_cpu: Tensor, count: int) -> None:
-    """Refuse lengths that are not ``[count]`` int32 on the host."""
-    expect("seq_lens_cpu", seq_lens_cpu, (count,), torch.int32, torch.device("cpu"))
 
 
 def check_setup(setup: StepSetup) -> None:
@@ -123,13 +117,6 @@ def check_states(fields: Mapping[str, StateField], drafting: Mapping[str, Tensor
             )
 
 
-def check_processors(
-    processors: ProcessorStates, size: tuple[int, int], device: torch.device
-) -> None:
-    """Refuse processors that have not a table's rows and a vocabulary."""
-    expect("processors.history", processors.history, size, torch.int32, device)
-
-
 def check_draft_tokens(draft: Proposer, vocab_size: int, device: torch.device) -> None:
     """Refuse drafts whose tokens the target has not; waits for the device."""
     ids = draft.to_target(torch.arange(draft.vocab_size, device=device))
@@ -152,13 +139,6 @@ def check_rows(rows: Sequence[int], known: frozenset[int], most: int) -> None:
         raise ValueError(
             f"rows must be distinct rows 1..{len(known) - 1}, or 0 for padding, got {list(rows)}"
         )
-
-
-def check_greedy(temperature: Tensor, rows: Tensor) -> None:
-    """Refuse requests that draw unless ``sampled``; waits for the device."""
-    drawing = rows[temperature[rows] > 0].tolist()
-    if drawing:
-        raise ValueError(f"sampled must be True: rows {drawing} have a temperature above 0")
 
 
 class TakingPart(NamedTuple):
@@ -194,8 +174,9 @@ def taking_part(
     limit = table.max_context_len - config.reserve_len
     if ((starts < 0) | (starts > limit)).any():
         raise ValueError(f"seq_lens + position_offsets must be 0..{limit}, got {starts.tolist()}")
-    if not sampled:
-        check_greedy(states.temperature, found.rows)
+    drawing = found.rows[states.temperature[found.rows] > 0].tolist()
+    if drawing and not sampled:
+        raise ValueError(f"sampled must be True: rows {drawing} have a temperature above 0")
     return found
 
 
