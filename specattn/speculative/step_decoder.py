@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step import Step
     from specattn.speculative.step_setup import StepArguments, StepKeywords
-    from specattn.speculative.validation import TakingPart
 
 __all__ = ["CudagraphMode", "PendingStep", "StepDecoder"]
 
@@ -349,7 +348,7 @@ class StepDecoder(ReadOnly):
                 captured.schedule(seq_lens_cpu)
             self.runner.replay(part, captured)
             if found is not None and part.mode is ForwardMode.DRAFT_DECODE:
-                self._check_tree(captured, found)
+                self._check_tree(captured, *found)
         return steps.launched(asked, rows, processed=processed)
 
     def phases(
@@ -415,17 +414,17 @@ class StepDecoder(ReadOnly):
         rows: tuple[int, ...],
         seq_lens_cpu: Tensor | None,
         sampled: bool,
-    ) -> TakingPart | None:
+    ) -> tuple[Tensor, Tensor] | None:
         """Check what graphs baked in and steps find; waits for the device."""
         for captured in ready:
             captured.compare()
         return taking_part(self.setup, rows, seq_lens_cpu, sampled=sampled)
 
-    def _check_tree(self, captured: Captured, found: TakingPart) -> None:
+    def _check_tree(self, captured: Captured, at: Tensor, seq_lens: Tensor) -> None:
         """Check the tree of who takes part; waits for the device."""
         (step,) = _launch(captured).steps
-        tree = DraftTree(*(value[found.at] for value in vars(step.tree).values()))
-        check_tree(tree, found.seq_lens, self.config, self.target.model.vocab_size)
+        tree = DraftTree(*(value[at] for value in vars(step.tree).values()))
+        check_tree(tree, seq_lens, self.config, self.target.model.vocab_size)
 
     def _checked_rows(self, rows: Sequence[int], seq_lens_cpu: Tensor | None) -> tuple[int, ...]:
         """Check rows, unless they are the last ones, and their lengths."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -141,23 +141,13 @@ def check_rows(rows: Sequence[int], known: frozenset[int], most: int) -> None:
         )
 
 
-class TakingPart(NamedTuple):
-    """The requests that take part in a step.
-
-    Their places in it, and their rows, ``[R]`` int64; their committed lengths, ``[R]`` int32.
-    """
-
-    at: Tensor
-    rows: Tensor
-    seq_lens: Tensor
-
-
 def taking_part(
     setup: StepSetup, rows: Sequence[int], seq_lens_cpu: Tensor | None, *, sampled: bool
-) -> TakingPart | None:
+) -> tuple[Tensor, Tensor] | None:
     """Check what a step will find on the device; waits for it.
 
-    Returns the rows that do not sit the step out, or None if all of them do.
+    Returns the places ``[R]`` int64 and committed lengths ``[R]`` int32 of the requests that do not
+    sit the step out, or None if all of them do.
     """
     config, table, states = setup.config, setup.table, setup.states
     where = torch.tensor(rows, dtype=torch.int64, device=table.req_to_token.device)
@@ -167,21 +157,25 @@ def taking_part(
     if not len(at):
         return None
     mirror = lens.cpu() if seq_lens_cpu is None else seq_lens_cpu
-    found = TakingPart(at, where[at], lens[at])
-    num_slots = setup.target.pool.num_slots
-    check_contents(found, mirror[at.cpu()], config, table.req_to_token, num_slots)
-    starts = found.seq_lens + states.position_offsets[found.rows].sum(1)
+    found, lens, num_slots = where[at], lens[at], setup.target.pool.num_slots
+    check_contents(found, lens, mirror[at.cpu()], config, table.req_to_token, num_slots)
+    starts = lens + states.position_offsets[found].sum(1)
     limit = table.max_context_len - config.reserve_len
     if ((starts < 0) | (starts > limit)).any():
         raise ValueError(f"seq_lens + position_offsets must be 0..{limit}, got {starts.tolist()}")
-    drawing = found.rows[states.temperature[found.rows] > 0].tolist()
+    drawing = found[states.temperature[found] > 0].tolist()
     if drawing and not sampled:
         raise ValueError(f"sampled must be True: rows {drawing} have a temperature above 0")
-    return found
+    return at, lens
 
 
 def check_contents(
-    found: TakingPart, seq_lens_cpu: Tensor, config: SpecConfig, table: Tensor, num_slots: int
+    rows: Tensor,
+    lens: Tensor,
+    seq_lens_cpu: Tensor,
+    config: SpecConfig,
+    table: Tensor,
+    num_slots: int,
 ) -> None:
     """Raise a ValueError that names what a batch's tensors hold wrongly.
 
@@ -189,7 +183,7 @@ def check_contents(
     position that a step reads or writes has a slot in the pools. Slots past the committed length
     belong to one request and lie in no other's prefix. Slots lie in pages of ``config.page_size``.
     """
-    rows, lens = found.rows.cpu(), found.seq_lens.cpu()
+    rows, lens = rows.cpu(), lens.cpu()
     if not torch.equal(lens, seq_lens_cpu):
         raise ValueError(
             f"seq_lens must be seq_lens_cpu {seq_lens_cpu.tolist()}, got {lens.tolist()}"
