@@ -107,13 +107,9 @@ def best_first_tree(
 
 def _check_marginals(log_probs: Tensor, tokens: Tensor, nodes: int) -> None:
     """Raise ValueError unless they give so many nodes."""
-    if log_probs.dim() != 3 or log_probs.dtype != torch.float32:
-        raise ValueError(
-            f"log_probs must be [B, L, K] {torch.float32}, got {list(log_probs.shape)} "
-            f"{log_probs.dtype}"
-        )
-    require_shape(tuple(log_probs.shape), torch.int64, tokens=tokens)
-    _, length, ranks = log_probs.shape
+    batch, length, ranks = log_probs.shape
+    require_shape((batch, length, ranks), torch.float32, log_probs=log_probs)
+    require_shape((batch, length, ranks), torch.int64, tokens=tokens)
     whole_number("positions", length, 0, MAX_NODES - 1)
     whole_number("ranks", ranks, 0, MAX_NODES - 1)
     prefixes = 0
