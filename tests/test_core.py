@@ -8,8 +8,6 @@ import sys
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 CORE = ("torch", "triton", "numpy")
 # rooms of the extra `models`, of other engines, and the kit's side for pytest
@@ -27,6 +25,14 @@ class Core:
 
 sys.meta_path[:] = [Core if finder is PathFinder else finder for finder in sys.meta_path]
 """
+MISSING = """
+from importlib import import_module
+for name in ("transformers", "safetensors", "typer", "rich", "numpy", "pytest"):
+    try:
+        import_module(name)
+    except ModuleNotFoundError:
+        print(name)
+"""
 IMPORTS = """
 import pkgutil, specattn
 from importlib import import_module
@@ -42,7 +48,7 @@ torch.set_num_threads(1)
 spread_bits()
 for backend in ("torch_native", "triton"):
     checks = [check for check in conformance(backend, "cpu", "smoke") if "tree" in check.name]
-    for check in checks[:4]:
+    for check in checks[:2]:
         check()
         print(backend, check.name)
 """
@@ -82,20 +88,14 @@ def run(*code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["transformers", "safetensors", "typer", "rich", "pytest"])
-def test_the_process_is_as_bare_as_it_says(name):
-    out = run(f"import {name}")
-    assert f"ModuleNotFoundError: No module named '{name}'" in out.stderr
+def test_the_process_is_as_bare_as_it_says():
+    out = run(MISSING)
+    assert out.stdout.split() == ["transformers", "safetensors", "typer", "rich", "pytest"]
 
 
-def test_the_core_imports_alone():
-    out = run(IMPORTS)
-    assert out.returncode == 0, out.stderr
-
-
-def test_the_core_plans_and_attends_alone():
+def test_the_core_imports_and_attends_alone():
     """Trees on both backends that run anywhere, against the kit's float64 oracle."""
-    out = run(ATTENDS)
+    out = run(IMPORTS, ATTENDS)
     assert out.returncode == 0, out.stderr
     assert {line.split()[0] for line in out.stdout.splitlines()} == {"torch_native", "triton"}
 

@@ -6,9 +6,11 @@ import json
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from specattn.cli import loading
@@ -48,8 +50,15 @@ def plain_tokens(prompt: str, count: int) -> list[int]:
     return out[0, ids.shape[1] :].tolist()
 
 
+@cache
+def command(commands):
+    """What typer makes of the functions, which takes it longer than most commands."""
+    return get_command(commands)
+
+
 def run(*args: str, stdin: str | bytes | None = None, env: dict | None = None):
-    return RUNNER.invoke(app, args, input=stdin, env=env)
+    with mock.patch("typer.testing._get_command", command):
+        return RUNNER.invoke(app, args, input=stdin, env=env)
 
 
 def generate(*args: str, count: int = 24, **rest):

@@ -82,6 +82,27 @@ def test_a_closed_pipe_is_141_without_a_word(args, monkeypatch, capsys):
         assert ended(args, capsys)[0] == 141
 
 
+@pytest.mark.parametrize(
+    ("args", "missing", "code", "said"),
+    [
+        (["generate"], ["stdin"], 2, "specattn: error: PROMPT: is missing; "),
+        (["backends"], ["stdin", "stdout"], 0, ""),
+        (["generate", ""], ["stderr"], 2, ""),
+    ],
+    ids=["stdin", "stdout", "stderr"],
+)
+def test_standard_streams_that_are_closed(args, missing, code, said, monkeypatch, capsys):
+    """Python has `None` for them."""
+    for name in missing:
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as found:
+        app(args)
+    shown = capsys.readouterr()
+    assert (found.value.code, shown.out) == (code, "")
+    assert shown.err.startswith(said)
+    assert shown.err.count("\n") == bool(said)
+
+
 def test_a_full_disk_under_standard_error_leaves_the_exit_code(monkeypatch, capsys):
     with full_disk() as stream:
         monkeypatch.setattr(sys, "stderr", stream)
