@@ -22,15 +22,13 @@ PROMPTS = [
     "#",
     "    try:\n        value = int(text)\n    except ValueError as error:\n",
 ]
-NEW = 48
+NEW = 32
 TREES = {
     "plain": (0, 1, 1),
-    "chain3": (3, 1, 4),
     "chain5": (5, 1, 6),
     "topk2": (4, 2, 8),
     "topk4": (5, 4, 16),
     "topk4_narrow": (6, 4, 7),
-    "topk8": (5, 8, 32),
     "topk8_wide": (7, 8, 64),
 }
 # first differences in half precision may stand only where plain decoding itself was this undecided

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ from tests.models import heads
 from tests.models.conftest import TINY
 from tests.samples import sampled, star
 from tests.speculative import laws
+
+if TYPE_CHECKING:
+    from tests.processors import Law
 
 MODELS = {
     "llama": {},
@@ -88,18 +92,17 @@ def ours(model, inputs, **options):
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_greedy_tokens_are_those_of_transformers(model_type, drafted, head):
-    model, ended = build(model_type, eos_token_id=None), 0
+    model = build(model_type, eos_token_id=None)
     drafts = {"draft": head, "spec_config": TREE} if drafted else {}
-    for rows in (1, 3, 8):
-        free = model.generate(**prompts(rows), max_new_tokens=NEW)
-        options = {"max_new_tokens": NEW, "eos_token_id": int(free[0, 9 + 6])}
+    free = model.generate(**prompts(1), max_new_tokens=NEW)
+    options = {"max_new_tokens": NEW, "eos_token_id": int(free[0, 9 + 6])}
+    for rows in (1, 6):
         want = model.generate(**prompts(rows), **options)
         assert torch.equal(ours(model, prompts(rows), **options, **drafts), want)
-        # transformers goes on after the padding there; from a row's last token, the side is nothing
-        right = ours(model, prompts(rows, "right"), **options, **drafts)
-        assert torch.equal(right[:, 9:], want[:, 9:])
-        ended += int((want[:, -1] == PAD).sum())
-    assert ended, "no row ended before another"
+    assert (want[:, -1] == PAD).any(), "no row ended before another"
+    # transformers goes on after the padding there; from a row's last token, the side is nothing
+    right = ours(model, prompts(rows, "right"), **options, **drafts)
+    assert torch.equal(right[:, 9:], want[:, 9:])
 
 
 def remainders(row: int, text: torch.Tensor) -> list[int]:
@@ -140,15 +143,13 @@ def remainders(row: int, text: torch.Tensor) -> list[int]:
 def test_greedy_tokens_under_processors_are_those_of_transformers(asked, drafted, head):
     """Rows with padding too: penalties and sequences do not see it."""
     model, drafts = build(), {"draft": head, "spec_config": TREE} if drafted else {}
-    changed = 0
-    for rows, seed in ((1, 3), (4, 3), (8, 5)):
-        options = {"max_new_tokens": NEW, "eos_token_id": [EOS, 9, 14]}
+    options = {"max_new_tokens": NEW, "eos_token_id": [EOS, 9, 14]}
+    for rows, seed in ((1, 3), (7, 5)):
         inputs = prompts(rows, seed=seed)
         want = model.generate(**inputs, **options, **asked)
         assert torch.equal(ours(model, inputs, **options, **asked, **drafts), want)
-        free = model.generate(**inputs, **options)
-        changed += free.shape != want.shape or not torch.equal(free, want)
-    assert changed
+    free = model.generate(**inputs, **options)
+    assert not torch.equal(free, want)
 
 
 def test_a_prefix_that_allows_nothing_ends_a_call_only_where_a_text_comes_to_it():
@@ -342,13 +343,13 @@ def _draw(model, head, **options) -> list[tuple[int, ...]]:
     return [tuple(row) for row in drawn[:, len(PROMPT) :].tolist()]
 
 
-def law_of_three(model) -> laws.Law:
+def law_of_three(model) -> Law:
     """The probability of every three tokens, by the model's own forward in float64."""
     exact = build(eos_token_id=None).double()
     exact.load_state_dict(model.state_dict())
-    paths: laws.Law = {(): 1.0}
+    paths: Law = {(): 1.0}
     for _ in range(3):
-        longer: laws.Law = {}
+        longer: Law = {}
         for path, mass in paths.items():
             with torch.no_grad():
                 logits = exact(torch.tensor([[*PROMPT, *path]])).logits[0, -1]

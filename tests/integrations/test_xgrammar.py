@@ -107,7 +107,7 @@ def test_a_text_that_matches_can_only_end_and_then_go_on_freely(pair, compiler):
     assert (mask == -1).all()
 
 
-@pytest.mark.parametrize("shape", [(0, 1, 1), (3, 1, 4), (3, 4, 12)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 1, 1), (3, 4, 12)], ids=str)
 def test_texts_match_beside_one_that_is_free(pair, compiler, shape):
     target = pair[0]
     run = Engine(*pair, SpecConfig(*shape, 256, 5), buckets=(5,))
@@ -154,10 +154,10 @@ def test_a_target_without_an_end_is_refused(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("kind", ["schema", "pattern"])
 def test_drawn_texts_always_match(pair, compiler, kind, part):
-    """80 of them in four runs, twenty at a time; all end of themselves."""
+    """Twenty at a time; all end of themselves."""
     target, draft = pair
     run = Engine(target, draft, SpecConfig(3, 2, 8, 256, 20), buckets=(20,))
     grammar = compiler.json_schema(SCHEMA) if kind == "schema" else compiler.regex(PATTERN)
