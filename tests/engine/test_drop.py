@@ -71,7 +71,7 @@ def test_whoever_is_dropped_the_others_texts_stay_exact(models, greedy, options,
     running: list[tuple[int, RequestOutput]] = []
     ended: list[tuple[int, RequestOutput, list[int]]] = []
     riding = dropped = 0
-    for _ in range(90):
+    for _ in range(50):
         if len(running) < 4 and rng.random() < 0.5:
             kinds = rng.sample(range(len(KINDS)), rng.randint(1, 4 - len(running)))
             running += zip(kinds, run.add([KINDS[at] for at in kinds]), strict=True)
@@ -90,7 +90,7 @@ def test_whoever_is_dropped_the_others_texts_stay_exact(models, greedy, options,
                 ended.append((*item, list(item[1].tokens)))
         assert run.num_running == len(running) == 4 - run.table.num_free_rows
         run.table.check()
-    assert dropped > 5
+    assert dropped > 3
     assert bool(riding) == (ahead and options.get("backend") is None)
     for at, result, tokens in ended:
         assert result.tokens == tokens, "it gained something after its end"

@@ -188,7 +188,7 @@ def lines_of(run: Engine, kind=Interrupt) -> list[tuple[str, int]]:
 def test_an_interrupt_costs_no_row_and_no_slot(run, request):
     """At some of the lines, or with ``--whole`` at all of them."""
     places = one_of_each(lines_of(run))
-    asked = [check(run, at) for at in places[:: 1 if request.config.getoption("--whole") else 7]]
+    asked = [check(run, at) for at in places[:: 1 if request.config.getoption("--whole") else 11]]
     assert set(asked) == {True, False}, "every kind of end was seen"
 
 

@@ -13,7 +13,7 @@ from tests.speculative.test_host_plans import PlanningBackend
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
-NEW = 20
+NEW = 14
 PROMPTS = [[3, 14, 15, 9, 26, 5], [8, 9, 7, 9], [35, 2]]
 KINDS = {
     "nan": lambda row: row.index_fill(1, torch.tensor([7], device=row.device), torch.nan),

@@ -24,6 +24,11 @@ def models():
     return TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
 
 
+@pytest.fixture(scope="module")
+def want(models) -> list[list[int]]:
+    return [result.tokens for result in engine(models).generate(DRAWN.samples(N))]
+
+
 def engine(models, tree=(3, 4, 9), **options) -> Engine:
     config = SpecConfig(*tree, CONTEXT, ROWS, PAGE)
     return Engine(*models, config, backend="torch_native", buckets=(1, ROWS), **options)
@@ -69,9 +74,8 @@ def test_their_slots_are_counted_once(models):
 
 @pytest.mark.parametrize("who", range(N), ids=["the donor", "the second", "the last"])
 @pytest.mark.parametrize("end", ["dropped", "length"])
-def test_whoever_ends_first_leaves_the_prompt_to_the_others(models, who, end):
+def test_whoever_ends_first_leaves_the_prompt_to_the_others(models, want, who, end):
     samples = DRAWN.samples(N)
-    want = [result.tokens for result in engine(models).generate(samples)]
     if end == "length":
         samples[who] = Request(PROMPT, 2, samples[who].sampling)
     run = engine(models)
@@ -94,11 +98,10 @@ def test_whoever_ends_first_leaves_the_prompt_to_the_others(models, who, end):
     assert [result.finish_reason for result in results].count("length") >= N - 1
 
 
-def test_slots_for_one_prompt_hold_many_samples(models):
+def test_slots_for_one_prompt_hold_many_samples(models, want):
     """With a prompt each, a second one would not fit."""
     longest = -(-(len(PROMPT) + NEW - 2 + SpecConfig(3, 4, 9).reserve_len) // PAGE)
     slots = (1 + SHARED + N * (longest - SHARED)) * PAGE
-    want = [result.tokens for result in engine(models).generate(DRAWN.samples(N))]
     for fitting in (N, N - 1):
         run, most = engine(models, num_slots=slots - (N - fitting) * PAGE), []
         results = run.generate(DRAWN.samples(N), lambda *_, m=most, r=run: m.append(r.num_running))

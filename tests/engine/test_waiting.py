@@ -9,7 +9,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from specattn.speculative.sampling import SamplingParams
 from tests.churn import Dice
-from tests.samples import sampled, star
+from tests.samples import half, sampled, star
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -65,8 +65,7 @@ def generate(run: Engine, requests, want) -> int:
     return most
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("fitting", [1, 2, 3, 4])
+@sampled(half, fitting=[1, 2, 3, 4], page_size=[1, 4])
 def test_as_many_run_as_reach_their_ends_together(models, greedy, fitting, page_size):
     """To a slot: one less, and one less of them runs."""
     slots = fitting * -(-WHOLE // page_size) * page_size

@@ -115,12 +115,7 @@ def target(tiny: Callable[..., torch.nn.Module]) -> HFTarget:
 
 
 @pytest.fixture(autouse=True)
-def _calm() -> Iterator[None]:
+def _calm() -> None:
     # What transformers says while a test builds a model is not what is under test.
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    # On tensors this small a second thread only spins.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -15,6 +15,7 @@ from tests.models import test_dflash as dflash
 from tests.models.heads import HT, rand
 from tests.models.test_checkpoints import save_tokenizer
 from tests.models.test_end_to_end import greedy
+from tests.samples import half, sampled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,9 +76,7 @@ def run(target: HFTarget, head) -> tuple[list, list]:
     return [one.tokens for one in results], [one.accept_lens for one in results]
 
 
-@pytest.mark.parametrize("size", [MORE, LESS], ids=["larger", "smaller"])
-@pytest.mark.parametrize("own", ["embed_tokens", "lm_head"])
-@pytest.mark.parametrize("kind", KINDS)
+@sampled(half, kind=KINDS, own=["embed_tokens", "lm_head"], size={"larger": MORE, "smaller": LESS})
 def test_what_pads_a_head_is_neither_read_nor_proposed(padded, tmp_path, kind, own, size) -> None:
     target, texts = padded
     head = load(kind, tmp_path, tensors_of(kind, size, own), target, size)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import pytest
 import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.level import Level
+from tests.samples import half, sampled, star
 from tests.tiny import DenseAttend, TinyDraft, TinyTarget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,10 +56,9 @@ def path_of(words: torch.Tensor) -> list[int]:
     return [64 * w + b for w, word in enumerate(words.tolist()) for b in range(64) if word >> b & 1]
 
 
-@pytest.mark.parametrize("indices", ["table", "csr"])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(("topk", "steps"), [(2, 3), (4, 4), (3, 6), (8, 10)])
-def test_every_node_is_drafted_as_its_path_would_be_alone(topk, steps, page_size, indices):
+@sampled(half, tree=[(2, 3), (4, 4), (3, 6), (8, 10)], page_size=[1, 16], indices=["table", "csr"])
+def test_every_node_is_drafted_as_its_path_would_be_alone(tree, page_size, indices):
+    topk, steps = tree
     target, spy = TinyTarget(device=DEVICE), Spy(TinyDraft(device=DEVICE, noise=3.0, sharp=0.5))
     config = SpecConfig(steps, topk, 4, 128, 3, page_size)
     run = Engine(target, spy, config, graphs=False, indices=indices)
@@ -120,8 +119,7 @@ def check_path(draft, calls, features, text, b, topk, path) -> None:
     torch.testing.assert_close(call.logits[row], out.logits[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("setting", [(5, 1, 6), (4, 4, 16), (5, 4, 4)])
+@sampled(star, setting=[(4, 4, 16), (5, 1, 6), (5, 4, 4)], page_size=[1, 16])
 def test_draft_kv_after_extend_equals_a_prefill_from_scratch(setting, page_size):
     """R52: nothing of a rejected node stays, nothing approximate either."""
     target, draft = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)

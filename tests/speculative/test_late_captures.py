@@ -16,6 +16,7 @@ from specattn.speculative.host_proposer import HostProposer, HostTree
 from specattn.speculative.launch import StepMemory
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
+from tests.samples import half, sampled
 from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -183,10 +184,10 @@ PROPOSERS = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(("draft", "options"), PROPOSERS.values(), ids=PROPOSERS)
-def test_a_late_capture_runs_over_what_smaller_batches_left(draft, options, count):
+@sampled(half, proposer=PROPOSERS, count=[2, 1])
+def test_a_late_capture_runs_over_what_smaller_batches_left(proposer, count):
     """Padding reads the rows of buckets that share buffers with those that ran."""
+    draft, options = proposer
     config, buckets = SpecConfig(3, 2, 7, 80, 4), (1, 2, 4)
     made = partial(Engine, TinyTarget(device=DEVICE), draft, config, backend="torch_native")
     run, late = made(buckets=buckets, **options), Request([35], 12, DRAWN)

@@ -76,8 +76,7 @@ def test_greedy_lookup_equals_greedy_decoding(models, expected, kind, tree):
     run.table.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk", [1, 5])
+@sampled(star, kind=KINDS, chunk=[1, 5])
 def test_prompts_in_chunks_and_behind_a_prefix(models, expected, kind, chunk):
     """The second request finds the first one's prompt cached, and has all of it as its text."""
     run = engine(models, kind, TREES["tree"], page_size=2)
@@ -118,9 +117,14 @@ def test_a_prompt_may_fill_the_context(models, kind):
     assert (out.tokens, out.finish_reason) == (dense_greedy(models[0], prompt, 1), "context")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "options", [{"cudagraph": "piecewise"}, {"validate": "debug"}, {"tbo": True}], ids=str
+@sampled(
+    star,
+    kind=KINDS[::-1],
+    options={
+        "piecewise": {"cudagraph": "piecewise"},
+        "debugged": {"validate": "debug"},
+        "halves": {"tbo": True},
+    },
 )
 def test_steps_in_parts_and_debugged(models, expected, kind, options):
     run = engine(models, kind, TREES["tree"], **options)

@@ -24,6 +24,7 @@ from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.standalone import LMDraft
 from specattn.speculative.verify import accept
+from tests.samples import half, sampled
 from tests.tiny import VOCAB, DenseAttend, TinyBlockDraft, TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -124,8 +125,7 @@ def dense_from(target: TinyTarget, prompt: list[int], count: int, offset: int) -
     return tokens
 
 
-@pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@sampled(half, setting=SETTINGS.keys(), cudagraph=["full", "piecewise"])
 def test_each_request_decodes_at_its_own_offset(setting, cudagraph):
     offsets = [17, 0, -9]
     loop = Loop(setting, offsets, cudagraph=cudagraph)
@@ -139,8 +139,7 @@ def test_each_request_decodes_at_its_own_offset(setting, cudagraph):
         assert text != dense_from(plain.target, prompt, len(text), 0)
 
 
-@pytest.mark.parametrize("by", [7, -3])
-@pytest.mark.parametrize("setting", SETTINGS)
+@sampled(half, setting=SETTINGS.keys(), by=[7, -3])
 def test_an_offset_is_that_of_models_which_shift_positions(monkeypatch, setting, by):
     """Drafts, too: what each step gains is equal, and so is what it leaves."""
     with_offset = Loop(setting, [by] * 3, DRAWN)
