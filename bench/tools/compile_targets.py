@@ -19,7 +19,7 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -96,19 +96,6 @@ class Launch:
 
     def compile(self) -> Any:
         return self.kernel.run(grid=(1,), warmup=True, **self.arguments)
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What ptxas made of one variant of a kernel for one target."""
-
-    target: int
-    case: str
-    kernel: str
-    registers: int
-    stack: int
-    shared: int
-    warps: int
 
 
 class OfflineDriver:
@@ -271,8 +258,11 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def compiled(target: int, sources: Iterable[str]) -> Iterator[Compiled]:
-    """Compile the launches of some sources for ``target``; yield each variant once."""
+def compiled(target: int, sources: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Compile the launches of some sources for ``target``; yield what ptxas made of each variant.
+
+    Registers are per thread; the stack and shared memory are in bytes.
+    """
     driver.set_active(OfflineDriver(target))
     made = set()
     for launch in (launch for source in sources for launch in SOURCES[source](target)):
@@ -283,8 +273,15 @@ def compiled(target: int, sources: Iterable[str]) -> Iterator[Compiled]:
             continue
         made.add(binary.hash)
         registers, stack = resources(binary.asm["cubin"])
-        shared, warps = binary.metadata.shared, binary.metadata.num_warps
-        yield Compiled(target, launch.case, launch.name, registers, stack, shared, warps)
+        yield {
+            "target": target,
+            "case": launch.case,
+            "kernel": launch.name,
+            "registers": registers,
+            "stack": stack,
+            "shared": binary.metadata.shared,
+            "warps": binary.metadata.num_warps,
+        }
 
 
 def main() -> None:
@@ -301,15 +298,15 @@ def main() -> None:
     for target in map(int, options.targets.split(",")):
         for one in compiled(target, options.sources.split(",")):
             records.append(one)
-            spill = f" {one.stack} bytes spilled" if one.stack else ""
+            spill = f" {one['stack']} bytes spilled" if one["stack"] else ""
             print(
-                f"SM{target} {one.kernel:32} {one.registers:4} registers "
-                f"{one.shared / KB:6.1f} KB{spill}  {one.case}",
+                f"SM{target} {one['kernel']:32} {one['registers']:4} registers "
+                f"{one['shared'] / KB:6.1f} KB{spill}  {one['case']}",
                 flush=True,
             )
     if options.out:
         versions = {"triton": triton.__version__, "kernels": machine()["kernels"]}
-        write({"versions": versions, "records": [asdict(one) for one in records]}, options.out)
+        write({"versions": versions, "records": records}, options.out)
 
 
 if __name__ == "__main__":
