@@ -14,7 +14,11 @@ What is known is written after every line, and lines that ``--out`` has are not 
         [--draft FOLDER] [--eagle3 FOLDER] [--dflash FOLDER] [--batches 32 8 1]
         [--kinds model lookup ...] [--out FILE]
 
-Models are folders, GGUF files or names on the Hub.
+Models are folders, GGUF files or names on the Hub. The shipped pair, in every way there is to run
+it:
+
+    python -m bench.published --target specattn/pair/target --eagle3 specattn/pair/draft
+        --kinds eagle3 --problems HumanEval.jsonl.gz --ways default piecewise halves eager
 """
 
 from __future__ import annotations
@@ -64,6 +68,13 @@ NODES = (16, 32, 64, 128)
 ADAPTIVE: tuple[Shape, ...] = ((7, 1, 8), (3, 1, 4), (0, 1, 1))
 #: Problems for a batch, so that the smallest takes no longer than the others.
 ROUNDS = {1: 10, 8: 5}
+#: How steps are run: by default in one graph, where the backend can.
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "piecewise": {"cudagraph": "piecewise"},
+    "halves": {"tbo": True},
+    "eager": {"graphs": False},
+}
 #: What tells lines apart.
 NAMES = ("by", "draft", "tree", "batch", "temperature")
 OURS, THEIRS, INSIDE = "specattn", "transformers", "custom_generate"
@@ -84,20 +95,29 @@ def trees(kind: str, depth: int) -> Iterator[Setting]:
         yield Setting(kind, ADAPTIVE[0], others=ADAPTIVE[1:])
 
 
-def settings(args: argparse.Namespace, load: Load) -> Iterator[tuple[Setting, int]]:
-    """Yield settings and batch sizes in the order in which they are measured."""
+def settings(args: argparse.Namespace, load: Load) -> Iterator[tuple[Setting, int, str]]:
+    """Yield settings, batch sizes and ways in the order in which they are measured."""
     for kind in (PLAIN, *args.kinds):
         depth = load("dflash")[1].block.size - 1 if kind.endswith("dflash") else 0
         for temperature in args.temperatures:
             for batch in args.batches:
                 for setting in trees(kind, depth):
-                    yield replace(setting, temperature=temperature), batch
+                    # one request has no halves
+                    for way in (one for one in args.ways if batch > 1 or one != "halves"):
+                        yield replace(setting, temperature=temperature), batch, way
+
+
+def named(way: str) -> str:
+    """Return what lines call this library, run in a way."""
+    return OURS if way == "default" else f"{OURS}, {way}"
 
 
 def problems(path: Path, tokenizer: Any) -> list[list[int]]:
-    """Return HumanEval's prompts as chats, in tokens."""
+    """Return HumanEval's prompts in tokens, as chats where the model has learnt those."""
     with gzip.open(path, "rt") as file:
         asked = [json.loads(line)["prompt"] for line in file]
+    if tokenizer.chat_template is None:
+        return [tokenizer(text)["input_ids"] for text in asked]
     chats = ([{"role": "user", "content": f"{ASK}```python\n{text}```"}] for text in asked)
     return [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -115,11 +135,18 @@ def timed(tokens: int, seconds: float) -> dict[str, float]:
 
 
 def run(
-    setting: Setting, models: tuple[Any, Any], prompts: Sequence[list[int]], new: int, batch: int
+    setting: Setting,
+    models: tuple[Any, Any],
+    prompts: Sequence[list[int]],
+    new: int,
+    *,
+    batch: int,
+    way: str,
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Return a line and its texts."""
     nodes = max(nodes for *_, nodes in (setting.shape, *setting.others))
-    engine = setting.engine(models, max(map(len, prompts)) + new + 2 * nodes, batch)
+    room = max(map(len, prompts)) + new + 2 * nodes
+    engine = setting.engine(models, room, batch, **WAYS[way])
     requests = setting.requests(prompts, new)
     engine.generate(requests[:batch])
     used = engine.configs.used.copy()
@@ -127,7 +154,7 @@ def run(
     outputs = engine.generate(requests)
     seconds = time.perf_counter() - begin
     gained = [count for one in outputs for count in one.accept_lens]
-    line = {"by": OURS, "batch": batch, "texts": len(outputs)} | setting.line(outputs)
+    line = {"by": named(way), "batch": batch, "texts": len(outputs)} | setting.line(outputs)
     line |= timed(line["tokens"], seconds)
     # of the steps that gained so many tokens
     line["steps_by_tokens"] = [gained.count(n) for n in range(1, max(gained) + 1)]
@@ -210,6 +237,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 8, 1])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[LOOKUP])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["default"])
     parser.add_argument("--no-transformers", dest="inside", action="store_false")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -246,11 +274,11 @@ def main() -> None:
         print(json.dumps(line), flush=True)
         record.add(line)
 
-    for setting, batch in settings(args, load):
-        key = (OURS, setting.draft, setting.tree, batch, setting.temperature)
+    for setting, batch, way in settings(args, load):
+        key = (named(way), setting.draft, setting.tree, batch, setting.temperature)
         if key not in record.lines:
             models = models_of(setting.draft, load)
-            add(*run(setting, models, some(prompts, batch), args.new, batch))
+            add(*run(setting, models, some(prompts, batch), args.new, batch=batch, way=way))
             free()
     if args.inside:
         assistant = None

@@ -27,7 +27,7 @@ Models are folders, [GGUF files](published_model.md) or names on the Hub. With `
 `--eagle3 HEAD` or `--dflash HEAD`, `--kinds` may have `model`, `eagle3` and `dflash`, also behind
 `lookup+`. *Adaptive* is an engine that [chooses a chain for every step](adaptive.md).
 """
-OURS = "specattn"
+OURS, INSIDE = "specattn", ("transformers", "custom_generate")
 #: Names of what drafts.
 DRAFTS = {
     "plain": "none",
@@ -151,7 +151,7 @@ def section(record: dict[str, Any]) -> str:
     )
     # what a CPU that others share takes says little
     if record["device"] != "CPU":
-        theirs = [line for line in lines if line["by"] != OURS]
+        theirs = [line for line in lines if line["by"] in INSIDE]
         found += speed(own) + (inside(theirs) if theirs else "")
     return found
 

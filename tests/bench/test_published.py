@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import runpy
@@ -18,6 +19,7 @@ from specattn.models.hub import PAIR, PAIR_HEADS
 
 ROOT = Path(__file__).parent.parent.parent
 MAKE = runpy.run_path(str(ROOT / "docs" / "make_published.py"))
+BATCH = ("--batches", "2", "--temperatures", "0")
 PROMPTS = [[5, 9, 31, 2, 8], [7, 7, 3, 30, 12, 7, 7]]
 
 
@@ -44,6 +46,11 @@ def test_every_line_has_a_name_of_its_own():
 
 def test_problems_are_asked_as_chats(tmp_path):
     class Tokenizer:
+        chat_template = "{{ messages }}"
+
+        def __call__(self, text):
+            return {"input_ids": [len(text)]}
+
         def apply_chat_template(self, chat, **options):
             assert options["add_generation_prompt"]
             return [len(turn["content"]) for turn in chat]
@@ -54,6 +61,8 @@ def test_problems_are_asked_as_chats(tmp_path):
             file.write(json.dumps({"prompt": prompt}) + "\n")
     short, long = published.problems(path, Tokenizer())
     assert long[0] - short[0] == len("def longer():") - len("def f():")
+    Tokenizer.chat_template = None
+    assert published.problems(path, Tokenizer()) == [[len("def f():")], [len("def longer():")]]
 
 
 @pytest.fixture
@@ -76,7 +85,7 @@ def command(monkeypatch, tmp_path):
 def test_drafts_and_transformers_write_the_same(command, monkeypatch):
     heads = ["--draft", PAIR / "target", "--dflash", PAIR_HEADS["dflash"]]
     kinds = ["--kinds", "lookup+model", "dflash"]
-    record = command(*heads, *kinds, "--batches", "2", "--temperatures", "0")
+    record = command(*heads, *kinds, *BATCH)
     assert (record["target"], record["model"], record["eagle3"]) == ("target", "target", None)
     lines = {(line["by"], line["draft"], line["tree"]): line for line in record["results"]}
     assert [(draft, tree) for by, draft, tree in lines if by == published.OURS] == [
@@ -102,8 +111,20 @@ def test_drafts_and_transformers_write_the_same(command, monkeypatch):
     assert lines["specattn", "lookup+model", "chain of 3"]["accepted_per_step"] > 2
 
     monkeypatch.setattr(published, "run", None)
-    again = command(*heads, *kinds, "--batches", "2", "--temperatures", "0", "--no-transformers")
+    again = command(*heads, *kinds, *BATCH, "--no-transformers")
     assert again == record, "lines that are there are kept"
+
+
+def test_every_way_to_run_steps_writes_the_same(command, monkeypatch):
+    monkeypatch.setitem(published.SHAPES, "lookup", ((3, 1, 4),))
+    ways = ["--kinds", "lookup", "--no-transformers", "--ways", *published.WAYS]
+    lines = command(*ways, *BATCH)["results"]
+    assert len(lines) == 2 * len(published.WAYS)
+    assert {line["by"] for line in lines} == {published.named(way) for way in published.WAYS}
+    assert {line["equal_to_plain"] for line in lines} == {2}
+    args = argparse.Namespace(kinds=[], temperatures=[0.0], batches=[1], ways=published.WAYS)
+    alone = [way for *_, way in published.settings(args, None)]
+    assert alone == ["default", "piecewise", "eager"], "one request has no halves"
 
 
 def test_a_kind_needs_its_head(command, capsys):
