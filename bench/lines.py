@@ -190,19 +190,12 @@ class Transformers:
             eos_token_id=ids or None, pad_token_id=ids[0] if ids else 0
         )
 
-    def texts(
-        self, prompts: Sequence[Sequence[int]], new: int, temperature: float = 0.0, **more: Any
-    ) -> list[list[int]]:
-        """Decode prompts of one length at once; ``more`` are arguments of ``generate``."""
-        ids = torch.tensor(prompts, device=self.model.device)
-        drawing = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    def text(self, prompt: Sequence[int], new: int, **more: Any) -> list[int]:
+        """Decode a prompt greedily; ``more`` are arguments of ``generate``."""
+        ids = torch.tensor([prompt], device=self.model.device)
+        mask = torch.ones_like(ids)
         out = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            do_sample=bool(temperature),
-            **drawing,
-            **more,
+            ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **more
         )
-        tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
+        tokens: list[int] = out[0, ids.shape[1] :].tolist()
         return tokens

@@ -215,9 +215,9 @@ def inside(
     for draft, more in sides.items():
         for by in (THEIRS, INSIDE):
             ours = {"custom_generate": specattn.generate} if by == INSIDE else {}
-            theirs.texts(prompts[:1], args.new, **more, **ours)
+            theirs.text(prompts[0], args.new, **more, **ours)
             begin = time.perf_counter()
-            texts = [theirs.texts([one], args.new, **more, **ours)[0] for one in prompts]
+            texts = [theirs.text(one, args.new, **more, **ours) for one in prompts]
             seconds = time.perf_counter() - begin
             line = {"by": by, "draft": draft, "tree": "", "batch": 1, "temperature": 0.0}
             tokens = sum(map(len, texts))

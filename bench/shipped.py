@@ -46,10 +46,3 @@ def pair(
     """
     target = HFTarget.from_pretrained(str(PAIR / "target"), dtype=dtype, device=device)
     return fitted(target, kind, head or PAIR_HEADS.get(kind), fused=fused)
-
-
-def plain_target(device: torch.device | str, dtype: torch.dtype) -> Any:
-    """Load the target as transformers does."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(str(PAIR / "target"), dtype=dtype).to(device)

@@ -1,7 +1,7 @@
 """The tables of documentation pages, made from result files.
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
-replaced. Names are ``summary``, ``machines``, ``auto``, ``steps``, ``dflash``, ``pair``,
+replaced. Names are ``summary``, ``machines``, ``auto``, ``steps``, ``dflash``,
 ``acceptance``, ``host``, and those of `SHOWN`. Cells that are not shown are in the
 result files.
 """
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from . import (
     acceptance,
     choices,
-    decode,
     host_trees,
     steps,
     summary,
@@ -106,7 +105,6 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     modules = {
         "steps": steps,
         "dflash": drafted,
-        "pair": decode,
         "acceptance": acceptance,
         "host": host_trees,
     }
