@@ -110,17 +110,12 @@ def bench_jobs() -> list[Job]:
 def smoke_jobs() -> list[Job]:
     """Return short runs of what is measured, and those whose tokens are compared."""
     places = ((2, 256),)
-    short = [(FUSED, "tree"), (STEPS, "tree"), ("specattn", "tree"), ("fa3", "tree"), (OWN, "tree")]
-    short += [("triton", "tree"), (FUSED, "chain"), ("specattn", "chain"), ("fa3", "chain")]
+    short = [(side, "tree") for side in (FUSED, STEPS, "specattn", "fa3", OWN, "triton")]
+    short += [(side, "chain") for side in (FUSED, "specattn", "fa3")]
     short += [("specattn", "plain")]
-    told = [
-        ("triton", "plain"),
-        (FUSED, "tree"),
-        (STEPS, "tree"),
-        ("specattn", "tree"),
-        ("fa3", "tree"),
-    ]
-    told += [("triton", "tree"), (FUSED, "chain"), ("specattn", "chain")]
+    told = [("triton", "plain")]
+    told += [(side, "tree") for side in (FUSED, STEPS, "specattn", "fa3", "triton")]
+    told += [(side, "chain") for side in (FUSED, "specattn")]
     return [
         *(Job(side, setting, places, "smoke", 24, 150.0) for side, setting in short[:3]),
         *(Job(side, setting, (), "tokens", seconds=150.0) for side, setting in told),

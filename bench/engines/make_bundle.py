@@ -141,23 +141,16 @@ def download(requirement: str, folder: Path) -> Path:
     name = re.split("[=<>]", requirement)[0]
     pattern = f"{name.replace('-', '_')}-*.whl".lower()
     folder.mkdir(parents=True, exist_ok=True)
-    known = {path for path in folder.iterdir() if path.match(pattern)}
-    if not known:
+
+    def known() -> list[Path]:
+        return [path for path in folder.iterdir() if Path(path.name.lower()).match(pattern)]
+
+    if not known():
         platforms = [f"--platform=manylinux{p}_x86_64" for p in PLATFORMS]
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            "--only-binary=:all:",
-        ]
-        command += ["--python-version=3.12", "--implementation=cp", *platforms, "-d", str(folder)]
-        subprocess.run([*command, requirement], check=True)
-        lower = {path for path in folder.iterdir() if Path(path.name.lower()).match(pattern)}
-        known = lower
-    return max(known)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+        command += ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp"]
+        subprocess.run([*command, *platforms, "-d", str(folder), requirement], check=True)
+    return max(known())
 
 
 def unpack(wheel: Path, site: Path, *dropped: str) -> None:
