@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specattn.kernels.attention.triton_share import form_groups, match_kernel, pick
+from specattn.kernels.attention.triton_share import list_work, match_kernel, pick
 
 # plans of one launch: a program chooses each of its arguments among as many
 MOST_PLANS = 32
@@ -83,57 +83,6 @@ def align_splits(num_splits, total, longest, batch, most):
         fits &= batch % groups == 0
     fits &= (total + aligned - 1) // aligned <= (total + num_splits - 1) // num_splits + ALIGN_SLACK
     return tl.where(fits, aligned, num_splits)
-
-
-@triton.jit
-def _list_work(
-    seq_lens,
-    rows,
-    row_stride,
-    matches,
-    requests,
-    members,
-    batch,
-    tail,
-    shift,
-    least,
-    packed_rows,
-    tile_rows,
-    B_BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """List entries, and requests without what they share.
-
-    Returns the number of entries, all tiles, and the most of a request or entry.
-    """
-    ids = tl.arange(0, B_BLOCK)  # [B_BLOCK]
-    ok = ids < batch
-    prefix, base, _, tiles = request_tiles(
-        seq_lens, rows, row_stride, ids, ok, tail, -1, shift, False, 0
-    )
-    first, place, entries, total, longest = form_groups(
-        matches,
-        requests,
-        members,
-        ids,
-        base,
-        batch,
-        shift,
-        least,
-        packed_rows,
-        tile_rows,
-        GROUPS,
-    )
-    tiles = tl.where(ok, tl.maximum(tiles - first, 1), 0)
-    entry = requests + ids * 8
-    tl.store(entry + 0, base, mask=ok)
-    tl.store(entry + 1, prefix, mask=ok)
-    tl.store(entry + 2, first, mask=ok)
-    tl.store(entry + 5, tiles, mask=ok)
-    tl.store(entry + 6, place, mask=ok)
-    # other threads of this CTA read them
-    tl.debug_barrier()
-    return entries, total + tl.sum(tiles, 0), tl.maximum(longest, tl.max(tiles, 0))
 
 
 @triton.jit
@@ -196,20 +145,22 @@ def _plan_kernel(
     count = batch
     if SHARED:
         shares = pick(shares, nth)
-        entries, total, longest = _list_work(
-            seq_lens,
-            rows,
-            row_stride,
+        prefix, base, _, tiles = request_tiles(
+            seq_lens, rows, row_stride, lane, lane < batch, tail, -1, shift, False, 0
+        )
+        entries, total, longest = list_work(
             pick(matches, nth),
             requests,
             pick(members, nth),
+            lane,
+            prefix,
+            base,
+            tiles,
             batch,
-            tail,
             shift,
             pick(LEAST, nth),
             pick(ROWS, nth),
             pick(TILE_ROWS, nth),
-            B_BLOCK,
             GROUPS,
         )
         count += entries

@@ -2,8 +2,8 @@
 
 Engines with a radix cache give texts that begin alike the same slots, so equal slots are equal
 keys. `match_kernel` has a CTA per request, which looks for the request that it shares most with,
-and compares the two slot by slot. `form_groups`, a part of the plan kernel, makes groups of them
-and lists their keys as work of its own. The attention kernels then read them once for all rows of
+and compares the two slot by slot. `list_work`, a part of the plan kernel, makes groups of them and
+lists their keys as work of its own. The attention kernels then read them once for all rows of
 a group. Where no two requests agree, the first does one look-up per pair and the second nothing.
 """
 
@@ -95,12 +95,14 @@ def match_kernel(
 
 
 @triton.jit
-def form_groups(
+def list_work(
     matches,  # [B, 2] int32
-    requests,  # [B + entries, 8] int64, out: the entries
+    requests,  # [B + entries, 8] int64, out
     members,  # [B] int32, out: the requests of the first group, of the second, ...
-    ids,  # [B_BLOCK]
-    base,  # [B_BLOCK] int64, starts in the index table
+    ids,  # [B_BLOCK], and what `request_tiles` says of them
+    prefix,
+    base,
+    tiles_of,
     batch,
     shift,
     least,
@@ -108,13 +110,13 @@ def form_groups(
     tile_rows,
     GROUPS: tl.constexpr,
 ):
-    """Make groups, and list their shared keys.
+    """Make groups; list their keys behind what requests have left.
 
     What all of a group share, in whole key tiles, is their shortest match. Its rows, packed, take
     one entry per ``tile_rows``. A group that saves less than half of ``least`` per request is none.
 
-    Returns per request the tiles that it shares and its first row among those of all entries,
-    counted from 1 (0 if it shares none); the number of entries; and their tiles, all and most.
+    A request's place is its first row among those of all entries, counted from 1, or 0 in no group.
+    Returns the number of entries, all tiles, and the most of a request or entry.
     """
     mine = ids < batch
     key = tl.load(matches + ids * 2, mask=mine, other=-1)
@@ -161,4 +163,13 @@ def form_groups(
         listed += size
         total += count * tiles
         longest = tl.maximum(longest, tl.where(pays, tiles, 0))
-    return shared_tiles, place, entries, total, longest
+    tiles = tl.where(mine, tl.maximum(tiles_of - shared_tiles, 1), 0)
+    entry = requests + ids * 8
+    tl.store(entry + 0, base, mask=mine)
+    tl.store(entry + 1, prefix, mask=mine)
+    tl.store(entry + 2, shared_tiles, mask=mine)
+    tl.store(entry + 5, tiles, mask=mine)
+    tl.store(entry + 6, place, mask=mine)
+    # other threads of this CTA read them
+    tl.debug_barrier()
+    return entries, total + tl.sum(tiles, 0), tl.maximum(longest, tl.max(tiles, 0))
