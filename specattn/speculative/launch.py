@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from specattn.batch import ForwardMode, halves
 from specattn.buffers import fingerprint
 from specattn.cuda_graph.recorder import is_recording, side_by_side
+from specattn.speculative.grammar import open_bitmask
 from specattn.speculative.host_proposer import BoundHostTrees
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.step import Step, StepPart
@@ -39,12 +40,19 @@ class StepMemory:
     def __init__(
         self, setup: StepSetup, host: HostBuffers, batch: int, *, tbo: bool = False
     ) -> None:
-        self.host, width = host, setup.config.num_steps + 2
+        self.setup, self.host, width = setup, host, setup.config.num_steps + 2
         self.packed = torch.zeros(batch, width, dtype=torch.int64, device=setup.device)
         setups = [setup]
         if tbo and batch > 1:
             setups.append(setup.with_slots(ModelSlot.with_own_workspace))
         self._parts: list[tuple[StepSetup, dict[str, Any]]] = [(one, {}) for one in setups]
+
+    @cached_property
+    def bitmask(self) -> Tensor:
+        """Which tokens may follow the nodes of requests with a grammar, at first all."""
+        nodes, vocab = self.setup.config.num_draft_tokens, self.setup.target.model.vocab_size
+        batch, device = len(self.packed), self.packed.device
+        return open_bitmask(batch, nodes, vocab=vocab, device=device)
 
     def launch(self, batch: int) -> StepLaunch:
         """Return the launch of so many requests; the most come first."""
@@ -57,7 +65,7 @@ class StepMemory:
             for (setup, arena), rows in zip(self._parts[-len(split) :], split, strict=True)
         )
         host, packed = self.host.of(0, batch), self.packed[:batch]
-        return StepLaunch(StepPart(), steps, tuple(split), host, packed)
+        return StepLaunch(StepPart(), steps, tuple(split), self, host, packed)
 
 
 @dataclass(frozen=True)
@@ -72,20 +80,21 @@ class StepLaunch:
     part: StepPart
     steps: tuple[Step, ...]
     split: tuple[slice, ...]
+    memory: StepMemory
     host: HostBuffers
     packed: Tensor
 
     def with_processing(
-        self, processors: ProcessorStates, logprobs: LogprobBuffers, bitmask: Tensor | None
+        self, processors: ProcessorStates, logprobs: LogprobBuffers, *, masked: bool
     ) -> StepLaunch:
         """Return the launch for requests with processors, over the same buffers.
 
-        ``bitmask`` is that of `Processing`, of the whole batch, as ``logprobs`` are.
+        Grammars are served if it is ``masked``.
         """
         steps = []
         for step, which in self.by_step():
-            own = None if bitmask is None else bitmask[which]
-            steps.append(step.with_processing(processors, logprobs.of(which), own))
+            bitmask = self.memory.bitmask[which] if masked else None
+            steps.append(step.with_processing(processors, logprobs.of(which), bitmask))
         return replace(self, steps=tuple(steps))
 
     def by_step(self) -> Iterator[tuple[Step, slice]]:

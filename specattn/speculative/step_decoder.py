@@ -18,7 +18,7 @@ from specattn.checks import expect
 from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureMismatch
 from specattn.speculative.drafts import as_proposer
-from specattn.speculative.grammar import fill_bitmasks, open_bitmask
+from specattn.speculative.grammar import fill_bitmasks
 from specattn.speculative.host_buffers import HostBuffers, InFlight, LogprobBuffers, PendingStep
 from specattn.speculative.host_proposer import HostProposer, checked_trees
 from specattn.speculative.launch import StepLaunch, StepMemory
@@ -163,8 +163,6 @@ class StepDecoder(ReadOnly):
         self._good: tuple[int, ...] | None = None
         self._launching = False
         self._processors: ProcessorStates | None = None
-        # which tokens may follow the nodes of requests with a grammar, of the largest bucket
-        self._bitmask: Tensor | None = None
         self.capture(sampled=sampled, processors=processors)
 
     def parts(self, level: Level) -> tuple[StepPart, ...]:
@@ -391,8 +389,7 @@ class StepDecoder(ReadOnly):
         if self._processors is not None:
             device = host.entry.device
             logprobs = LogprobBuffers.alloc(1, len(rows), self.config.num_steps + 1, device)
-            bitmask = self._new_bitmask(len(rows))
-            launch = launch.with_processing(self._processors, logprobs, bitmask)
+            launch = launch.with_processing(self._processors, logprobs, masked=True)
         if trees is not None:
             launch.write_trees(trees)
         (step,) = launch.steps
@@ -513,25 +510,11 @@ class StepDecoder(ReadOnly):
         launch = replace(self._launches[batch], part=part)
         if part.level is Level.PROCESSED and self._processors is not None:
             # the host cannot write between the phases of one graph, but of plain decoding before
-            pieces = part.mode is not None or not self.config.num_steps
-            bitmask = self._bitmask_of(batch) if pieces else None
-            assert self._in_flight.logprobs is not None
+            masked = part.mode is not None or not self.config.num_steps
             logprobs = self._in_flight.logprobs
-            launch = launch.with_processing(self._processors, logprobs, bitmask)
+            assert logprobs is not None
+            launch = launch.with_processing(self._processors, logprobs, masked=masked)
         return launch
-
-    def _bitmask_of(self, batch: int) -> Tensor:
-        """Return what buckets share; larger batches have a bitmask each."""
-        most = self.runner.buckets[-1]
-        if batch > most:
-            return self._new_bitmask(batch)
-        if self._bitmask is None:
-            self._bitmask = self._new_bitmask(most)
-        return self._bitmask[:batch]
-
-    def _new_bitmask(self, batch: int) -> Tensor:
-        nodes, vocab = self.config.num_draft_tokens, self.target.model.vocab_size
-        return open_bitmask(batch, nodes, vocab=vocab, device=self.setup.device)
 
 
 def _launch(captured: Captured) -> StepLaunch:
