@@ -26,10 +26,11 @@ def short_of_memory(monkeypatch, part: str, bucket: int) -> None:
     """Let captures of a part fail from this bucket on; larger ones come first."""
     capture = GraphRunner._capture
 
-    def failing(self, bound, size):
-        if bound.part.value == part and size <= bucket:
+    def failing(self, mode, size):
+        if mode.value == part and size <= bucket:
+            self._make(mode, size)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return capture(self, bound, size)
+        return capture(self, mode, size)
 
     monkeypatch.setattr(GraphRunner, "_capture", failing)
 
