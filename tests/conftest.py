@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import json
+import logging
 import os
 import platform
 from importlib.util import find_spec
@@ -31,6 +32,10 @@ pytest_plugins = ["specattn.testing.plugin", "tests.interruptions"]
 
 CUDA = torch.cuda.is_available()
 torch.set_num_threads(1)  # tiny shapes: a second thread only waits
+# pytest would attach to each of torch's loggers, in every phase of every test
+for logger in logging.root.manager.loggerDict.values():
+    if isinstance(logger, logging.Logger):
+        logger.propagate = True
 # before anything imports triton
 if not CUDA:
     # torch would note the stack of every call, for a CUDA that is started later
