@@ -43,8 +43,12 @@ for found in pkgutil.walk_packages(specattn.__path__, "specattn."):
 ATTENDS = """
 import torch
 from specattn.testing import conformance
-from tests.interpreter import spread_bits
+from tests.interpreter import describe_once, patch_once, spread_bits, without_idle_checks
+from tests.shortcuts import shortcuts
 torch.set_num_threads(1)
+patch_once(shortcuts())
+describe_once()
+without_idle_checks()
 spread_bits()
 for backend in ("torch_native", "triton"):
     checks = [check for check in conformance(backend, "cpu", "smoke") if "tree" in check.name]

@@ -168,8 +168,8 @@ def of_tests(target: int) -> list[Launch]:
     The tests fail, for nothing is computed; what they check is left to those who run them.
     """
     # nobody reads why they fail: comparing long lists would take hours, where CI asks for all of it
-    quiet = ["-qq", "--assert=plain", "--tb=no"]
-    options = [*quiet, "-n", "0", "-p", "no:cacheprovider", "-k", UNFIT]
+    quiet = ["-qq", "--assert=plain", "--tb=no", "-p", "no:logging", "-p", "no:cacheprovider"]
+    options = [*quiet, "-n", "0", "-k", f"{UNFIT} and not rooms"]
     with Notes(target).taken() as notes, contextlib.redirect_stdout(io.StringIO()):
         ended = pytest.main([*options, str(TESTS)], plugins=[notes])
     if ended != pytest.ExitCode.TESTS_FAILED:
