@@ -91,7 +91,7 @@ def trees(kind: str, depth: int) -> Iterator[Setting]:
         return
     for shape in SHAPES.get(kind, CHAINS):
         yield Setting(kind, shape)
-    if kind not in (PLAIN, LOOKUP):
+    if kind != PLAIN:
         yield Setting(kind, ADAPTIVE[0], others=ADAPTIVE[1:])
 
 

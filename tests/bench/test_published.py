@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import published
-from bench.lines import Transformers
+from bench.lines import Setting, Transformers
 from bench.shipped import pair
 from specattn.models.hub import PAIR, PAIR_HEADS
 
@@ -116,7 +116,8 @@ def test_drafts_and_transformers_write_the_same(command, monkeypatch):
 
 
 def test_every_way_to_run_steps_writes_the_same(command, monkeypatch):
-    monkeypatch.setitem(published.SHAPES, "lookup", ((3, 1, 4),))
+    shapes = {"plain": (0, 1, 1), "lookup": (3, 1, 4)}
+    monkeypatch.setattr(published, "trees", lambda kind, _: [Setting(kind, shapes[kind])])
     ways = ["--kinds", "lookup", "--no-transformers", "--ways", *published.WAYS]
     lines = command(*ways, *BATCH)["results"]
     assert len(lines) == 2 * len(published.WAYS)
