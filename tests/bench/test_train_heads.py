@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from argparse import Namespace
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from bench.tools.train_heads import __main__ as commands
@@ -183,6 +184,21 @@ def test_the_dflash_head_is_the_one_that_is_loaded(target_folder, tmp_path, layo
     # place 1 holds the first draft
     assert loaded.block.first_draft == 1
     assert (got[:, 1:] - want).norm() <= 1e-5 * want.norm()
+
+
+@torch.no_grad()
+def test_channels_that_drown_others_do_not_decide_how_a_head_starts(kind, target_folder):
+    """Published models have such: with them a head would begin sure of what is wrong."""
+    target = HFTarget.from_pretrained(target_folder)
+    target.embed_tokens.weight[:, 3] += 200
+    target.module.model.norm.weight[3] = 20
+    head, batch = head_of(kind, target), batch_of()
+    teacher = Teacher(target, head.states)
+    assert teacher(batch.tokens)[1][..., 3].abs().min() > 100
+    head.start(teacher, batch)
+    even = math.log(300 if kind == "eagle3" else SHAPE["vocab_size"])
+    losses, _ = head.losses(batch, teacher)
+    assert losses.max() < 2 * even
 
 
 def test_every_step_of_a_chain_is_counted_by_what_it_predicts():
@@ -385,6 +401,15 @@ def test_states_that_are_read():
             states = spread(layers, count)
             assert states[0] > 0
             assert states[-1] < layers
+
+
+def test_texts_without_a_held_out_one_are_refused(target_folder, texts, tmp_path, monkeypatch):
+    shutil.copytree(texts, tmp_path / "few")
+    file = tmp_path / "few" / "part-00000.safetensors"
+    save_file({name: one[:10] for name, one in load_file(file).items()}, file)
+    made = ("--target", target_folder, "--texts", tmp_path / "few", "--out", tmp_path)
+    with pytest.raises(SystemExit, match="no greedy text that is held out"):
+        run(monkeypatch, "eagle3", *made)
 
 
 def test_a_head_trains_within_its_minutes(target_folder, texts, tmp_path, monkeypatch):

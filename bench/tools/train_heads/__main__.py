@@ -17,7 +17,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m bench.tools.train_heads", description=__doc__)
     commands = found.add_subparsers(dest="command", required=True)
     texts = commands.add_parser("texts", help="have the target write texts, or more of them")
-    _common(texts, minutes=8.0)
+    _common(texts)
     texts.add_argument("--length", type=int, default=640, help="most tokens of prompt and answer")
     texts.add_argument("--rows", type=int, default=512, help="texts that are written at once")
     texts.add_argument("--part", type=int, default=2048, help="prompts of a file")
@@ -39,11 +39,11 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def _common(command: argparse.ArgumentParser, minutes: float) -> None:
+def _common(command: argparse.ArgumentParser) -> None:
     on_gpu = torch.cuda.is_available()
     command.add_argument("--target", required=True, help="a folder, a GGUF file or a Hub name")
     command.add_argument("--out", type=Path, required=True, help="the folder to write")
-    command.add_argument("--minutes", type=float, default=minutes)
+    command.add_argument("--minutes", type=float, default=8.0)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--device", default="cuda" if on_gpu else "cpu")
     command.add_argument(
@@ -53,7 +53,7 @@ def _common(command: argparse.ArgumentParser, minutes: float) -> None:
 
 
 def _training(command: argparse.ArgumentParser, features: int, drafted: int) -> None:
-    _common(command, minutes=8.0)
+    _common(command)
     add = command.add_argument
     add("--texts", type=Path, required=True, help="a folder that the command texts wrote")
     add("--layout", choices=LAYOUTS, default="sglang")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from .layers import Heads, Mixed, Norm, channel_sizes, draw
+from .layers import Heads, Mixed, Norm, draw, start
 from .layouts import plain, speculators
 
 if TYPE_CHECKING:
@@ -69,10 +69,9 @@ class DFlash(nn.Module):
 
     @torch.no_grad()
     def start(self, teacher: Teacher, batch: Batch) -> None:
-        """Begin near the target: its last state passes through, the last norm is as its own."""
+        """Begin near the target."""
         features, last, _ = teacher(batch.tokens, logits_to_keep=1)
-        self.fc.start(features)
-        self.norm.weight.copy_(channel_sizes(last))
+        start(self, features, last)
 
     def forward(
         self, tokens: Tensor, embed: nn.Module, features: Tensor, anchors: Tensor

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from .layers import Heads, Mixed, Norm, channel_sizes, draw
+from .layers import Heads, Mixed, Norm, draw, start
 from .layouts import plain, speculators
 
 if TYPE_CHECKING:
@@ -100,10 +100,9 @@ class Eagle3(nn.Module):
 
     @torch.no_grad()
     def start(self, teacher: Teacher, batch: Batch) -> None:
-        """Begin near the target: its last state passes through, rows of its projection predict."""
+        """Begin near the target, whose projection has the rows that predict."""
         features, last, _ = teacher(batch.tokens)
-        self.fc.start(features)
-        self.norm.weight.copy_(channel_sizes(last))
+        start(self, features, last)
         self.lm_head.weight.copy_(teacher.lm_head.weight[self.draft_ids])
 
     @property

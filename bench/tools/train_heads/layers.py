@@ -76,14 +76,6 @@ class Mixed(nn.Module):
         self.weight = nn.Parameter(torch.randn(hidden, features) * 0.3 * features**-0.5)
         self.register_buffer("scale", torch.ones(features), persistent=False)
 
-    @torch.no_grad()
-    def start(self, features: Tensor) -> None:
-        """Begin with the last state passed through, by some ``features [..., F]``."""
-        hidden = len(self.weight)
-        self.scale.copy_(channel_sizes(features))
-        last = self.scale[-hidden:]
-        self.weight[:, -hidden:] += torch.diag(last / last.square().mean().sqrt())
-
     @property
     def weight_as_read(self) -> Tensor:
         """The weight for features that are not divided."""
@@ -94,12 +86,19 @@ class Mixed(nn.Module):
         return F.linear(features.float() / self.scale, self.weight)
 
 
-def channel_sizes(states: Tensor) -> Tensor:
-    """Return how large the channels of ``states [B, T, H]`` are, ``[H]``.
+@torch.no_grad()
+def start(head: nn.Module, features: Tensor, last: Tensor) -> None:
+    """Have a head begin near its target: the last of the states that it reads passes through.
 
-    That is by medians: a row's first token has channels thousands of times as large as others.
+    ``features [B, T, F]`` are some of what its ``fc`` reads, ``last [B, T, H]`` the target's normed
+    last states, whose scale its ``norm`` takes. All is by medians: the first token of a row has
+    channels thousands of times as large as others, and some channels are large in all.
     """
-    return 1.5 * states.flatten(0, 1).float().abs().median(0).values.clamp(min=1e-3)
+    sizes = 1.5 * features.flatten(0, 1).float().abs().median(0).values
+    head.fc.scale.copy_(sizes.clamp(min=1e-3))
+    hidden = last.shape[-1]
+    head.fc.weight[:, -hidden:] += torch.eye(hidden, device=last.device)
+    head.norm.weight.fill_(last.flatten(0, 1).float().std(0).median())
 
 
 def draw(head: nn.Module) -> None:

@@ -65,8 +65,8 @@ def held_out(number: int) -> bool:
 
 
 @cache
-def functions(source: str) -> list[tuple[str, str]]:
-    """Return code and head, with its docstring, of each function of a piece of source."""
+def functions(source: str) -> list[tuple[int, int, int]]:
+    """Return the lines at which each function begins, has said its docstring, and ends."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -77,12 +77,10 @@ def functions(source: str) -> list[tuple[str, str]]:
     lines, found = source.splitlines(), []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            begin, end = node.lineno - 1, node.end_lineno
-            inner = body[0].lineno - 1 if body else end
-            code, head = (textwrap.dedent("\n".join(lines[begin:to])) for to in (end, inner))
-            if SHORTEST <= len(code) <= LONGEST:
-                found.append((code, head))
+            body = node.body[1:] if ast.get_docstring(node, clean=False) else node.body
+            begin, end = node.lineno - 1, node.end_lineno or node.lineno
+            if SHORTEST <= sum(map(len, lines[begin:end])) <= LONGEST:
+                found.append((begin, body[0].lineno - 1 if body else end, end))
     return found
 
 
@@ -107,11 +105,11 @@ class Prompts:
         if not pieces:
             begin = source.rfind("\n", 0, draw.randrange(max(1, len(source) - LONGEST))) + 1
             return source[begin : begin + LONGEST], False
-        code, head = draw.choice(pieces)
-        if head and draw.random() < 0.4:
-            ask, code = FINISH, head
-        else:
-            ask = draw.choice(ABOUT_CODE)
+        begin, inner, end = draw.choice(pieces)
+        ask = draw.choice(ABOUT_CODE)
+        if inner > begin and draw.random() < 0.4:
+            ask, end = FINISH, inner
+        code = textwrap.dedent("\n".join(source.splitlines()[begin:end]))
         return f"{ask}\n\n```python\n{code}\n```", True
 
 

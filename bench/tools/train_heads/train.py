@@ -54,7 +54,11 @@ class Training:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, torch.device(args.device)
         torch.manual_seed(args.seed)
+        # cuDNN's attention plans anew for every shape
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.texts, written = Texts.load(args.texts)
+        if not (self.texts.held_out & self.texts.greedy).any():
+            raise SystemExit(f"{args.texts} has no greedy text that is held out: write more texts")
         target = HFTarget.from_pretrained(args.target, dtype=args.dtype, device=args.device)
         self.head: Any = new_head(args, target, self.texts).to(self.device)
         self.teacher = Teacher(target, self.head.states)
@@ -71,6 +75,10 @@ class Training:
             "texts": written | {"read": len(self.texts.lengths)},
             "parameters": sum(p.numel() for p in self.head.parameters()),
         }
+        if args.command == "eagle3":
+            counts = self.texts.counts(target.vocab_size)
+            known = counts[self.head.draft_ids.cpu()].sum() / counts.sum()
+            self.record["draft_vocab_covers"] = round(known.item(), 5)
 
     def batches(self, *, held_out: bool) -> Iterator[Batch]:
         """Yield batches of what is trained on, or of what is not, for ever."""
