@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -37,6 +38,11 @@ def names(page: Path) -> str:
 
 
 def plain_texts(prompts: list[str], count: int) -> list[str]:
+    return list(_plain_texts(tuple(prompts), count))
+
+
+@cache
+def _plain_texts(prompts: tuple[str, ...], count: int) -> list[str]:
     target = HFTarget.from_pretrained(PAIR / "target", dtype=torch.float32, device=DEVICE)
     config = SpecConfig(0, 1, 1, max_context_len=512, max_num_reqs=len(prompts))
     encoded = [target.tokenizer(text).input_ids for text in prompts]

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from contextlib import redirect_stdout
+from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +17,29 @@ from bench.tools import compare, shape, texts
 from tests.bench.test_step import CPU, tiny
 
 
+class Stays:
+    """A worker that reads its lines in this process, which has imported what it needs."""
+
+    def __init__(self, tree, arguments):
+        self.program, self.stdin, self.stdout = arguments[1], self, self
+
+    def write(self, line):
+        with mock.patch.object(sys, "stdin", [line]), redirect_stdout(io.StringIO()) as said:
+            exec(self.program, {})
+        self.said = said.getvalue()
+
+    def readline(self):
+        return self.said
+
+    def flush(self): ...
+
+    close = wait = flush
+
+
 @pytest.mark.slow
 def test_texts_are_recorded_by_the_command_line_and_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(texts, "CONFIGS", {"chain": texts.CONFIGS["chain"]})
+    monkeypatch.setattr(texts, "start", Stays)
     out = tmp_path / "new.json"
     run = ["texts", "--out", str(out), "--prompts", "1", "--new", "6"]
     monkeypatch.setattr(sys, "argv", run)
