@@ -357,6 +357,8 @@ def test_held_out_prompts_share_nothing_with_the_others(library):
     for topic in (*THINGS, *SUBJECTS, *(f"mixed_{number}(" for number in range(40))):
         told = [any(topic in text for text in sides[side]) for side in (False, True)]
         assert not all(told), topic
+    source = Prompts(4, library, 0)
+    assert not any(source.at(number)[1] for number in range(60))
     assert sides[True] != [other.at(number)[0] for number in range(15, 480, 16)]
 
 

@@ -22,6 +22,9 @@ def parser() -> argparse.ArgumentParser:
     texts.add_argument("--rows", type=int, default=512, help="texts that are written at once")
     texts.add_argument("--part", type=int, default=2048, help="prompts of a file")
     texts.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    texts.add_argument(
+        "--chats", type=float, default=0.8, help="share of messages; 0: source alone"
+    )
     texts.add_argument("--stdlib", type=Path, help="default: the interpreter's own library")
     texts.add_argument(
         "--leave-out", type=Path, nargs="*", default=[],

@@ -85,10 +85,13 @@ def functions(source: str) -> list[tuple[int, int, int]]:
 
 
 class Prompts:
-    """All prompts of a seed, by number; ``root`` is a standard library."""
+    """All prompts of a seed, by number.
 
-    def __init__(self, seed: int, root: Path | None = None) -> None:
-        self.seed = seed
+    ``root`` is a standard library, and ``chats`` the share of prompts that are messages of a chat.
+    """
+
+    def __init__(self, seed: int, root: Path | None = None, chats: float = 0.8) -> None:
+        self.seed, self.chats = seed, chats
         self.sources: dict[bool, list[str]] = {False: [], True: []}
         for name, text in read_sources(root or Path(sysconfig.get_path("stdlib"))).items():
             self.sources[is_held_out(name)].append(text)
@@ -99,9 +102,9 @@ class Prompts:
         files, kind = self.sources[held], draw.random()
         # long files have more to ask about
         (source,) = draw.choices(files, map(len, files))
-        if kind >= 0.7:
+        if 0.6 * self.chats <= kind < self.chats:
             return _instruction(draw, held), True
-        pieces = functions(source) if kind >= 0.2 else []
+        pieces = functions(source) if kind < self.chats else []
         if not pieces:
             begin = source.rfind("\n", 0, draw.randrange(max(1, len(source) - LONGEST))) + 1
             return source[begin : begin + LONGEST], False

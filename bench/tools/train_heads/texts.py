@@ -114,7 +114,7 @@ def write(args: argparse.Namespace) -> None:
     """Write texts for some minutes, one part at least, behind those that are there."""
     settings = {
         "target": Path(args.target).stem, "seed": args.seed, "length": args.length,
-        "part": args.part, "temperatures": args.temperatures,
+        "part": args.part, "temperatures": args.temperatures, "chats": args.chats,
         "left_out": [path.name for path in args.leave_out],
     }  # fmt: skip
     record: dict[str, Any] = settings | {"parts": []}
@@ -127,8 +127,8 @@ def write(args: argparse.Namespace) -> None:
     config = SpecConfig(0, 1, 1, args.length + 2, args.rows)
     engine = Engine(target, None, config, sampled=max(args.temperatures) > 0)
     writer = Writer(
-        engine, target.tokenizer, Prompts(args.seed, args.stdlib), all_runs(args.leave_out),
-        args.length, args.temperatures,
+        engine, target.tokenizer, Prompts(args.seed, args.stdlib, args.chats),
+        all_runs(args.leave_out), args.length, args.temperatures,
     )  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     while True:
