@@ -154,7 +154,7 @@ def test_ends_come_after_the_least_number_of_tokens():
 
 def test_more_ends_than_a_row_holds_are_refused(monkeypatch):
     """Only where they are to be made impossible."""
-    monkeypatch.setattr("specattn.engine.engine.MAX_END_IDS", 3)
+    monkeypatch.setattr("specattn.engine.intake.MAX_END_IDS", 3)
     run = engine(CONFIGS["chain"])
     ends = {"stop_token_ids": [5, 6, 7, 8]}
     with pytest.raises(ValueError, match="with min_new_tokens must be at most 3, got 4"):
