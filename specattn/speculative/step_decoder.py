@@ -318,7 +318,7 @@ class StepDecoder(ReadOnly):
         if grammars is not None and len(grammars) != asked:
             raise ValueError(f"grammars must be one per row, {asked}, got {len(grammars)}")
         trees = self._checked_trees(trees, asked)
-        if not rows:
+        if not asked:
             rows, seq_lens_cpu = (0,), torch.zeros(1, dtype=torch.int32)
         rows = self._checked_rows(rows, seq_lens_cpu)
         steps.begin()

@@ -424,3 +424,8 @@ def test_nothing_else_is_a_whole_number(value):
 def test_a_table_may_be_filled_for_nobody():
     none = torch.zeros(0, dtype=torch.int64)
     fill(rows=none, block_table=i32().view(0, 2), lens=i32())
+
+
+def test_rows_may_be_an_array():
+    rows, decoder, _ = stepped()
+    assert all(decoder.step(np.array(rows)))
