@@ -40,7 +40,7 @@ class MlaAttention(TreeAttention):
 
     ``run`` takes the pool twice: ``k_cache [slots, 1, head_dim]``, and ``v_cache``, which must be
     the view of its first ``v_head_dim`` columns. A tail is needed. Windows, caps, index lists,
-    float8 and deterministic splits are not served.
+    float8, shared prefixes and deterministic splits are not served.
 
     Raises
     ------
@@ -56,10 +56,11 @@ class MlaAttention(TreeAttention):
         whole_number("num_kv_heads", self.num_kv_heads, 1, 1)
         whole_number("v_head_dim", self.v_head_dim, 1, self.head_dim - 1)
         whole_number("tail_len", self.tail_len, 1)
-        lists_or_cap = self.csr or self.has_cap
-        if deterministic or lists_or_cap or self.window_left >= 0 or self.kv_dtype != self.dtype:
+        asked = deterministic, self.csr, self.has_cap, self.share_from
+        if any(asked) or self.window_left >= 0 or self.kv_dtype != self.dtype:
             raise ValueError(
-                "latent attention has no window_left, logit_cap, csr, kv_dtype or deterministic"
+                "latent attention has no window_left, logit_cap, csr, kv_dtype, share_from or "
+                "deterministic"
             )
         return LatentKernels(self, tile)
 

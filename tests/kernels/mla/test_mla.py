@@ -249,6 +249,7 @@ def test_bad_geometry_is_refused() -> None:
     for option in (
         {"window_left": 3},
         {"logit_cap": 1.0},
+        {"share_from": 256},
         {"deterministic": DeterministicSplits(64)},
     ):
         with pytest.raises(ValueError, match="latent attention has no window_left"):
