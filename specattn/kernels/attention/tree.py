@@ -359,7 +359,8 @@ class TreeAttention:
         _check("seq_lens", seq_lens, (self.batch,), torch.int32)
         _check("req_pool_indices", req_pool_indices, (self.batch,), torch.int64)
         if self.share_from and (table is None or table.dtype != torch.int32):
-            raise ValueError(f"table must be int32 [rows, C] with share_from, got {table}")
+            found = None if table is None else table.dtype
+            raise ValueError(f"table must be int32 [rows, C] with share_from, got {found}")
         return self.kernels.plan_request(seq_lens, req_pool_indices, row_stride, table)
 
     def plan_request_csr(self, kv_indptr: Tensor) -> PlanRequest:

@@ -242,6 +242,10 @@ def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match="share_from must be 0"):
         make_kernel(case, share_from=-1)
     kernel = sharing(case)
-    with pytest.raises(ValueError, match=r"table must be int32 \[rows, C\] with share_from"):
-        kernel.plan(case.args["seq_lens"], case.args["req_pool_indices"], 8)
+    lens, rows, table = (
+        case.args[name] for name in ("seq_lens", "req_pool_indices", "req_to_token")
+    )
+    for given, got in ((None, "None"), (table.long(), "torch.int64")):
+        with pytest.raises(ValueError, match=rf"^table must be int32 .* with share_from, got {got}$"):
+            kernel.plan(lens, rows, table.stride(0), table=given)
     plan(kernel, case)
