@@ -223,6 +223,8 @@ def _plan_kernel(
             slots_before += tl.sum(partials, 0)
         rank = first_slot if FIXED else merge_rank
         if SHARED:
+            # several threads have read a number that one of them writes
+            tl.debug_barrier()
             owned = ids < batch
             nth_entry = ids - batch
             tl.store(shares + nth_entry * 2, first_split.to(tl.int32) + nth_entry, mask=ok & ~owned)
