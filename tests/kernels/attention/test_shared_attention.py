@@ -246,6 +246,6 @@ def test_errors_name_the_argument() -> None:
         case.args[name] for name in ("seq_lens", "req_pool_indices", "req_to_token")
     )
     for given, got in ((None, "None"), (table.long(), "torch.int64")):
-        with pytest.raises(ValueError, match=rf"^table must be int32 .* with share_from, got {got}$"):
+        with pytest.raises(ValueError, match=f"^table must be int32 .* share_from, got {got}$"):
             kernel.plan(lens, rows, table.stride(0), table=given)
     plan(kernel, case)
