@@ -361,7 +361,7 @@ def test_what_the_engine_raises_reaches_every_consumer(models, expected, monkeyp
     with AsyncEngine(engine) as server, ThreadPoolExecutor(1) as threads:
         first, *requests = (Request([*LONG.prompt, at], 80) for at in range(6))
         streams = [server.stream(first)]
-        # else the first prompts may fill the rows: the next ones come when a request has ended
+        # else a second one may come before that, and with it what fails, and others after it
         assert held.inside.wait(600)
         streams += [server.stream(request) for request in requests]
         task = threads.submit(asyncio.run, read(streams.pop()))
