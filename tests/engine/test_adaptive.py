@@ -14,6 +14,7 @@ from specattn.engine.configs import SpeculativeConfigs, smaller_configs
 from specattn.engine.engine import Engine, Request
 from specattn.engine.policy import Acceptance, GoodputPolicy, Observed, expected_tokens, rough_cost
 from specattn.speculative.sampling import SamplingParams
+from tests.samples import half, sampled
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
 
@@ -405,12 +406,11 @@ class Noted:
         return self.chosen[-1]
 
 
-@pytest.mark.parametrize(
-    "trees",
-    [[(2, 1, 3), (1, 1, 2), (0, 1, 1)], [(3, 1, 4), (1, 1, 2)]],
-    ids=["same_settings", "others"],
+@sampled(
+    half,
+    trees={"same_settings": [(2, 1, 3), (1, 1, 2), (0, 1, 1)], "others": [(3, 1, 4), (1, 1, 2)]},
+    turns={"in_turns": True, "one_after_the_other": False},
 )
-@pytest.mark.parametrize("turns", [True, False], ids=["in_turns", "one_after_the_other"])
 def test_engines_that_share_a_policy_choose_as_if_alone(trees, turns):
     """The other engine leaves deep trees, and would keep this one from beginning with its own."""
 

@@ -13,6 +13,7 @@ from specattn.errors import ModelError
 from specattn.models import FusedTarget, HFTarget, LMDraft, fuse, load_lm_draft
 from tests.models.test_checkpoints import save_tokenizer
 from tests.models.test_end_to_end import NEW, PROMPTS, greedy
+from tests.samples import half, sampled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,9 +28,12 @@ def save(model: torch.nn.Module, folder: Path, tokens: dict[str, int] | None) ->
     return folder
 
 
-@pytest.mark.parametrize("tree", [(3, 1, 4), (3, 3, 9)], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "qwen3"])
-@pytest.mark.parametrize("fused", [False, True])
+@sampled(
+    half,
+    kind=["llama", "gpt_neox", "qwen3"],
+    tree={"chain": (3, 1, 4), "tree": (3, 3, 9)},
+    fused={"modules": False, "fused": True},
+)
 def test_a_loaded_model_drafts_what_transformers_generates(
     tiny, tmp_path, kind, tree, fused
 ) -> None:

@@ -230,8 +230,7 @@ def law(law_models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tree", [(2, 1, 3), (2, 3, 7)], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", KINDS)
+@sampled(star, kind=KINDS, tree={"tree": (2, 3, 7), "chain": (2, 1, 3)})
 def test_three_tokens_have_the_targets_joint_law(law_models, law, kind, tree):
     assert law_of(law_models, kind, tree, *law) > 1e-3
 
