@@ -47,7 +47,7 @@ class FlashMlaBackend(PagedBackend):
         try:
             # sgl_kernel can be imported without FlashMLA's extension, whose calls then fail
             self.library.get_mla_metadata(torch.ones(1, dtype=torch.int32, device=device), 1, 1)
-        except ImportError as error:
+        except (ImportError, AttributeError, RuntimeError) as error:
             raise UnsupportedError(f"backend {self.name!r}", [str(error)]) from error
 
     def bind_causal(self, plan: AttnPlan) -> BoundAttention:

@@ -142,9 +142,10 @@ def test_what_cannot_be_served_is_refused_by_name():
     check(case, case.expected(), tolerances=TOLERANCES)
 
 
-def test_kernels_that_do_not_load_are_an_error_with_their_cause(monkeypatch):
+@pytest.mark.parametrize("kind", [ImportError, AttributeError, RuntimeError])
+def test_kernels_that_do_not_load_are_an_error_with_their_cause(monkeypatch, kind):
     def broken(*args):
-        raise ImportError("Failed to load sgl_kernel.flashmla_ops extension")
+        raise kind("Failed to load sgl_kernel.flashmla_ops extension")
 
     config = config_of(make_tree_case([3], mode="chain", q_len=1, **FORM))
     library = import_module(FlashMlaBackend.module)
