@@ -310,7 +310,7 @@ class StepDecoder(ReadOnly):
         """
         self._check_free()
         self._check_table()
-        steps, asked = self._in_flight, len(rows)
+        steps, asked, rows = self._in_flight, len(rows), tuple(rows)
         if between is not None and self.cudagraph == "full":
             raise ValueError(
                 "nothing comes between the parts of one graph; see cudagraph='piecewise'"
