@@ -37,19 +37,23 @@ def names(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+@cache
+def target() -> HFTarget:
+    return HFTarget.from_pretrained(PAIR / "target", dtype=torch.float32, device=DEVICE)
+
+
 def plain_texts(prompts: list[str], count: int) -> list[str]:
     return list(_plain_texts(tuple(prompts), count))
 
 
 @cache
 def _plain_texts(prompts: tuple[str, ...], count: int) -> list[str]:
-    target = HFTarget.from_pretrained(PAIR / "target", dtype=torch.float32, device=DEVICE)
     config = SpecConfig(0, 1, 1, max_context_len=512, max_num_reqs=len(prompts))
-    encoded = [target.tokenizer(text).input_ids for text in prompts]
-    results = Engine(target, None, config).generate(
+    encoded = [target().tokenizer(text).input_ids for text in prompts]
+    results = Engine(target(), None, config).generate(
         [Request(ids, max_new_tokens=count, ignore_eos=True) for ids in encoded]
     )
-    return [target.tokenizer.decode(result.tokens) for result in results]
+    return [target().tokenizer.decode(result.tokens) for result in results]
 
 
 def test_ones_own_loop_writes_what_plain_decoding_writes():

@@ -26,7 +26,6 @@ NEW = 32
 TREES = {
     "plain": (0, 1, 1),
     "chain5": (5, 1, 6),
-    "topk2": (4, 2, 8),
     "topk4": (5, 4, 16),
     "topk4_narrow": (6, 4, 7),
     "topk8_wide": (7, 8, 64),

@@ -20,9 +20,10 @@ from specattn import Engine, Request, SpecConfig
 from specattn.errors import ModelError
 from specattn.models import HFTarget, fuse, load_dflash, load_draft, load_lm_draft
 from specattn.models.hub import PAIR
+from tests.samples import sampled, star
 from tests.worlds import DEVICE
 
-SHORTEST, NEW = 32, 16
+SHORTEST, NEW = 32, 8
 CONFIG = SpecConfig(5, 1, 6, 128, 2)
 LOADS = {
     "eagle3": (load_draft, "draft"),
@@ -88,8 +89,7 @@ def test_a_draft_goes_on_where_its_config_ends(target, tmp_path, kind, fused):
     assert all(max(lens) > 1 for _, lens in found[0])
 
 
-@pytest.mark.parametrize("rope", RESCALING)
-@pytest.mark.parametrize("kind", LOADS)
+@sampled(star, kind=LOADS.keys(), rope=RESCALING.keys())
 def test_a_rope_that_looks_at_the_batch_is_refused(target, tmp_path, kind, rope):
     length = 4 * SHORTEST if rope == "longrope" else SHORTEST
     changes = {"rope_scaling": RESCALING[rope], "max_position_embeddings": length}

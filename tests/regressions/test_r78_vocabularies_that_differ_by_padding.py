@@ -48,7 +48,7 @@ def test_as_much_is_accepted_as_of_a_head_of_one_size(target, tmp_path, kind):
         run = Engine(
             target.with_features(head.features), head, SpecConfig(5, 1, 6, 64, 2), buckets=[2]
         )
-        outs = run.generate([Request(prompt, 24) for prompt in prompts])
+        outs = run.generate([Request(prompt, 12) for prompt in prompts])
         found.append([(out.tokens, out.accept_lens) for out in outs])
     assert found[0] == found[1] == found[2]
     assert all(max(lens) > 1 for _, lens in found[0])

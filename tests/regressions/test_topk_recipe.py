@@ -20,6 +20,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.step_decoder import StepDecoder
 from specattn.trees import validate_tree
+from tests.samples import half, sampled
 from tests.tiny import VOCAB, DenseAttend, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
 
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 
 PROMPTS = [[3, 14, 15, 9, 26, 5], [35], list(range(1, 18))]
 STYLES = ["cross", "collapse", "ties"]
-SHAPES = [
-    SpecConfig(steps, topk, nodes, 64, 3)
+SHAPES = {
+    f"topk{topk}-steps{steps}-nodes{nodes}": SpecConfig(steps, topk, nodes, 64, 3)
     for topk in (2, 4)
     for steps in (2, 3, 5)
     for nodes in (4, 8, 16)
     if nodes <= 1 + topk + (steps - 1) * topk**2
-]
+}
 NEXT = 7
 
 
@@ -95,11 +96,7 @@ def phases(run: Engine, config: SpecConfig, rows: list[int], lens: list[int]) ->
     return step
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize(
-    "config", SHAPES, ids=lambda c: f"topk{c.topk}-steps{c.num_steps}-nodes{c.num_draft_tokens}"
-)
+@sampled(half, config=SHAPES, size=[1, 3], page_size=[1, 16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_verify_commit_and_decode_on(backend, config, size, page_size):
     config = replace(config, page_size=page_size)
