@@ -74,7 +74,7 @@ def test_flashinfers_mla_wrapper_reads_what_fill_writes(monkeypatch, lists):
         else make_tree_case([9, 3], mode="chain", q_len=3, **form)
     )
     bound = bind(case)
-    filled = (bound.indices if lists else bound.lists.indices).data_ptr()
+    filled = bound.lists.indices.data_ptr()
     for lens in (lens_of(case), lens_of(case) // 2):
         assert bound.wrapper._kv_indices_buf.data_ptr() == filled
         bound.schedule(lens)
