@@ -49,7 +49,7 @@ class StepMemory:
 
     @cached_property
     def bitmask(self) -> Tensor:
-        """The tokens that may follow nodes of requests with a grammar, at first all."""
+        """The tokens that grammars allow after nodes, at first all."""
         nodes, vocab = self.setup.config.num_draft_tokens, self.setup.target.model.vocab_size
         batch, device = len(self.packed), self.packed.device
         return open_bitmask(batch, nodes, vocab=vocab, device=device)
