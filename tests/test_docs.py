@@ -59,10 +59,10 @@ def _plain_texts(prompts: tuple[str, ...], count: int) -> list[str]:
 def test_ones_own_loop_writes_what_plain_decoding_writes():
     folder = ROOT / "docs" / "examples"
     example = runpy.run_path(str(folder / "own_loop.py"))
-    texts = plain_texts(example["PROMPTS"], 24)
-    assert example["main"](24) == texts
+    texts = plain_texts(example["PROMPTS"], 12)
+    assert example["main"](12) == texts
     for other in ("phases.py", "own_cache.py"):
-        assert runpy.run_path(str(folder / other))["main"](24) == texts, other
+        assert runpy.run_path(str(folder / other))["main"](12) == texts, other
 
 
 def test_a_proposer_of_ones_own_writes_what_plain_decoding_writes(capsys):
@@ -88,7 +88,7 @@ def test_attention_alone_sees_a_tree_as_its_paths():
 def test_generating_inside_transformers_writes_what_plain_decoding_writes(capsys):
     path = ROOT / "docs" / "examples" / "transformers_generate.py"
     example = runpy.run_path(str(path))
-    assert example["main"](20) == plain_texts(example["PROMPTS"], 20)
+    assert example["main"](12) == plain_texts(example["PROMPTS"], 12)
     assert capsys.readouterr().out.startswith(example["PROMPTS"][0])
 
 
@@ -107,12 +107,12 @@ def test_drawn_texts_under_a_schema_are_values_of_it(capsys):
 
 def test_a_policy_of_ones_own_writes_what_plain_decoding_writes():
     example = runpy.run_path(str(ROOT / "docs" / "examples" / "policy.py"))
-    assert example["main"](20) == plain_texts(example["PROMPTS"], 20)
+    assert example["main"](12) == plain_texts(example["PROMPTS"], 12)
 
 
 def test_streams_write_what_plain_decoding_writes(capsys):
     example = runpy.run_path(str(ROOT / "docs" / "examples" / "streaming.py"))
-    assert example["main"](20) == plain_texts(example["PROMPTS"], 20)
+    assert example["main"](12) == plain_texts(example["PROMPTS"], 12)
     assert "a thread: " in capsys.readouterr().out
 
 

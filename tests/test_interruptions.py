@@ -53,7 +53,7 @@ def test_hangs():
 @pytest.mark.parametrize(
     ("workers", "number"),
     [(2, signal.SIGTERM), (0, signal.SIGINT)],
-    ids=["terminated", "interrupted in one process"],
+    ids=["workers_terminated", "one_process_interrupted"],
 )
 def test_an_interrupted_run_says_what_had_failed_and_what_was_running(tmp_path, workers, number):
     (tmp_path / "conftest.py").write_text(CONFTEST)
