@@ -81,12 +81,17 @@ def no_path(words, nodes: int):
 
 
 def drawn_from(scores: list[float], params: SamplingParams) -> list[float]:
-    """The distribution of a token: temperature, then top-k, then min-p."""
+    """The distribution of a token: temperature, then top-k, then top-p, then min-p."""
     best = max(scores)
     weights = {t: math.exp((x - best) / params.temperature) for t, x in enumerate(scores)}
-    kept = sorted(weights, key=lambda t: (-weights[t], t))[: params.top_k or None]
-    kept = [t for t in kept if weights[t] > 0 and weights[t] >= params.min_p]
-    total = sum(weights[t] for t in kept)
+    ranked = sorted(weights, key=lambda t: (-weights[t], t))[: params.top_k or None]
+    total, before, kept = math.fsum(weights[t] for t in ranked), 0.0, set()
+    for token in ranked:
+        weight = weights[token]
+        if weight > 0 and before < params.top_p * total and weight >= params.min_p:
+            kept.add(token)
+        before += weight
+    total = math.fsum(weights[t] for t in kept)
     return [weights[t] / total if t in kept else 0.0 for t in range(len(scores))]
 
 

@@ -13,8 +13,7 @@ from specattn.errors import CapacityError
 from tests.churn import Dice
 from tests.samples import half, sampled
 from tests.speculative.test_host_plans import PlanningBackend
-from tests.tiny import TinyDraft, TinyTarget, dense_greedy
-from tests.worlds import DEVICE
+from tests.tiny import dense_greedy
 
 CONTEXT = 64
 SHARED = [7 * i % 61 for i in range(20)]
@@ -33,11 +32,6 @@ OPTIONS = {
     "tbo": {"tbo": True},
     "host plans": {"backend": PlanningBackend},
 }
-
-
-@pytest.fixture(scope="module")
-def models():
-    return TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -43,6 +45,10 @@ def engine(models, tree, **over) -> Engine:
     rest = {k: over.pop(k) for k in list(over) if k not in settings}
     config = SpecConfig(steps, topk, nodes, **(settings | over))
     return Engine(*models, config, **rest)
+
+
+def letters(tokens) -> str:
+    return "".join(chr(ord("A") + token) for token in tokens)
 
 
 @sampled(half, tree=TREES, page_size=[1, 16])
@@ -160,13 +166,10 @@ def test_end_of_text_inside_an_accepted_path_truncates_there(models, expected):
 
 
 def test_a_stop_string_truncates_at_the_token_that_completes_it(models, expected):
-    def text(tokens):
-        return "".join(chr(ord("A") + t) for t in tokens)
-
     want = expected[2]
-    stop = text(want[6:9])
-    first = text(want).index(stop) + len(stop)
-    run = engine(models, TREES["topk8_deep"], detokenize=text)
+    stop = letters(want[6:9])
+    first = letters(want).index(stop) + len(stop)
+    run = engine(models, TREES["topk8_deep"], detokenize=letters)
     (out,) = run.generate([Request(PROMPTS[2], max_new_tokens=40, stop=("~~", stop))])
     assert (out.tokens, out.finish_reason) == (want[:first], "stop")
 
@@ -188,7 +191,7 @@ def test_stop_strings_are_looked_for_in_new_text_alone(models):
 
     def text(tokens):
         asked.append(len(tokens))
-        return "".join(chr(ord("A") + t) for t in tokens)
+        return letters(tokens)
 
     run = engine(models, TREES["topk8_deep"], detokenize=text)
     (out,) = run.generate([Request(PROMPTS[2], max_new_tokens=40, stop=("~~",), ignore_eos=True)])
@@ -211,13 +214,10 @@ def test_stop_strings_that_end_any_text_are_refused(stop, message):
 
 
 def test_stop_strings_stay_those_that_were_given(models, expected):
-    def text(tokens):
-        return "".join(chr(ord("A") + t) for t in tokens)
-
     stop = ["~~"]
-    run = engine(models, TREES["chain"], detokenize=text)
+    run = engine(models, TREES["chain"], detokenize=letters)
     (out,) = run.add([Request(PROMPTS[2], 40, stop=stop)])
-    stop[:] = [text(expected[2][3:5])]
+    stop[:] = [letters(expected[2][3:5])]
     while run.num_running:
         run.step()
     assert (out.tokens, out.finish_reason) == (expected[2], "length")
@@ -306,8 +306,6 @@ def test_a_prefix_hit_equals_a_cold_run(models, page_size):
 
 
 def test_prompts_are_run_in_pieces_of_bounded_size(models, expected):
-    from dataclasses import replace
-
     run = engine(models, TREES["topk4"])
     run._prompts.prefill = replace(run._prompts.prefill, chunk=7)
     models[0].calls.clear()

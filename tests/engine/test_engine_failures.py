@@ -13,15 +13,10 @@ from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from specattn.speculative.host_buffers import InFlight, PendingStep
 from specattn.speculative.sampling import SamplingParams
-from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.tiny import dense_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9]]
-
-
-@pytest.fixture(scope="module")
-def models():
-    return TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
 
 
 def engine(models, rows=3, **options) -> Engine:
@@ -32,6 +27,7 @@ def engine(models, rows=3, **options) -> Engine:
 def unharmed(run: Engine, rows: int = 3) -> None:
     """Nothing is held, and a request that comes now is served."""
     assert run.num_running == 0
+    assert not run.scheduler.waiting
     assert run.table.num_free_rows == rows
     run.table.check()
     (out,) = run.generate([Request([35, 2], 9)])

@@ -16,7 +16,7 @@ from specattn.kernels.logprobs import MAX_LOGPROBS
 from specattn.speculative.level import Level
 from specattn.speculative.sampling import SamplingParams
 from specattn.speculative.step import Step, StepPart
-from tests.processors import GREEDY, dense_logits, processed
+from tests.processors import GREEDY, dense_logits, drawn_from, processed
 from tests.tiny import VOCAB, TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -42,30 +42,14 @@ def target() -> TinyTarget:
     return TinyTarget(device=DEVICE)
 
 
-def drawn_from(scores: list[float], params: SamplingParams) -> list[float]:
-    """What temperature, top-k, top-p and min-p make of logits, as logits."""
-    if not params.temperature:
-        return scores
-    scores = [x / params.temperature for x in scores]
-    peak = max(scores)
-    order = sorted(range(len(scores)), key=lambda t: (-scores[t], t))
-    weight = [math.exp(x - peak) for x in scores]
-    kept = order[: params.top_k or len(order)]
-    total, before, nucleus = math.fsum(weight[t] for t in kept), 0.0, []
-    for token in kept:
-        if before < params.top_p * total:
-            nucleus.append(token)
-        before += weight[token]
-    kept = {t for t in nucleus if weight[t] >= params.min_p}
-    return [x if t in kept else -math.inf for t, x in enumerate(scores)]
-
-
 def law(request: Request, output: list[int]) -> list[float]:
     """The log-probabilities of the token after ``output``, in Python's float64."""
     prompt, params = list(request.prompt), request.sampling
     scores = dense_logits(target(), prompt + output)
     if params.logprobs_of == "processed":
-        scores = drawn_from(processed(scores, prompt, output, params), params)
+        scores = processed(scores, prompt, output, params)
+        if params.temperature:
+            scores = [math.log(p) if p else -math.inf for p in drawn_from(scores, params)]
     peak = max(scores)
     total = peak + math.log(math.fsum(math.exp(x - peak) for x in scores))
     return [x - total for x in scores]

@@ -15,8 +15,6 @@ from specattn.engine.engine import Engine, Request
 from specattn.engine.serving import AsyncEngine
 from specattn.errors import CapacityError
 from specattn.speculative.sampling import SamplingParams
-from tests.tiny import TinyDraft, TinyTarget
-from tests.worlds import DEVICE
 
 TREE = SpecConfig(3, 4, 9, 48, 3, page_size=2)
 SHARED = [7 * at % 61 for at in range(9)]
@@ -28,11 +26,6 @@ REQUESTS = [
     Request([3], 1),
     Request([35], 9, SamplingParams(0.8, seed=5)),
 ]
-
-
-@pytest.fixture(scope="module")
-def models():
-    return TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
 
 
 def make(models, config=TREE, **options) -> Engine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from specattn.config import SpecConfig
-from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.sampling import SamplingParams
 from tests.tiny import TinyDraft, TinyTarget
@@ -13,18 +12,6 @@ from tests.worlds import DEVICE
 
 CONFIGS = [SpecConfig(*tree, 32, 2) for tree in ((3, 1, 4), (2, 2, 5))]
 REQUESTS = [Request([3, 1, 4], 12, SamplingParams(0.8, seed=2)), Request([35], 9)]
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """The parts that were captured, in their order."""
-    parts, capture = [], GraphRunner.capture
-    monkeypatch.setattr(
-        GraphRunner,
-        "capture",
-        lambda runner, part: (parts.append(part.value), capture(runner, part))[1],
-    )
-    return parts
 
 
 def engine(**options) -> Engine:

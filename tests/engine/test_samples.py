@@ -8,8 +8,6 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from specattn.speculative.sampling import SamplingParams
-from tests.tiny import TinyDraft, TinyTarget
-from tests.worlds import DEVICE
 
 CONTEXT, ROWS, N, NEW, PAGE = 64, 4, 3, 20, 4
 PROMPT = [7 * at % 61 for at in range(22)]
@@ -17,11 +15,6 @@ PROMPT = [7 * at % 61 for at in range(22)]
 SHARED = 5
 TREES = {"plain": (0, 1, 1), "chain": (3, 1, 4), "tree": (3, 4, 9)}
 DRAWN = Request(PROMPT, NEW, SamplingParams(0.9, seed=11))
-
-
-@pytest.fixture(scope="module")
-def models():
-    return TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
 
 
 @pytest.fixture(scope="module")

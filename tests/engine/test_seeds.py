@@ -11,17 +11,12 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.engine.serving import AsyncEngine
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.tiny import dense_greedy
 from tests.worlds import DEVICE
 
 PROMPT = [7 * at % 61 for at in range(9)]
 OPEN = Request(PROMPT, 12, SamplingParams(1.1))
 NAMED = Request(PROMPT, 12, SamplingParams(1.1, seed=5))
-
-
-@pytest.fixture(scope="module")
-def models():
-    return TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
 
 
 def engine(models, rows=4, **options) -> Engine:

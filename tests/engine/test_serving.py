@@ -18,9 +18,9 @@ from specattn.engine.engine import Engine, Request
 from specattn.engine.serving import AsyncEngine
 from specattn.errors import CapacityError, UnsupportedError
 from specattn.speculative.sampling import SamplingParams
+from tests.engine.test_engine_failures import unharmed
 from tests.grammars import Remainders
-from tests.tiny import TinyDraft, TinyTarget, dense_greedy
-from tests.worlds import DEVICE
+from tests.tiny import dense_greedy
 
 CONTEXT = 96
 PROMPTS = [[7 * at % 61 for at in range(start, start + 5 + 3 * start)] for start in range(6)]
@@ -38,11 +38,6 @@ LONG = Request([3, 14, 15], 90)
 
 def text_of(tokens: list[int]) -> str:
     return "".join(f"{token} " for token in tokens)
-
-
-@pytest.fixture
-def models():
-    return TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
 
 
 def make(models, rows=3, *, tree=(3, 4, 9), **options) -> Engine:
@@ -95,16 +90,6 @@ class Patched:
         if self._count == self._at:
             raise self._error
         return self._call(*args, **options)
-
-
-def unharmed(engine: Engine, rows: int = 3) -> None:
-    """It is one's own again, holds nothing, and decodes."""
-    assert engine.num_running == 0
-    assert not engine.scheduler.waiting
-    assert engine.table.num_free_rows == rows
-    engine.table.check()
-    (out,) = engine.generate([Request([35, 2], 9)])
-    assert out.tokens == dense_greedy(engine.target.model, [35, 2], 9)
 
 
 @pytest.mark.parametrize("tree", [(3, 4, 9), (3, 1, 4), (0, 1, 1)], ids=["tree", "chain", "plain"])
@@ -460,7 +445,8 @@ def test_closing_ends_what_runs_and_waits(models, monkeypatch):
 AT_EXIT = """
 import atexit
 from specattn.engine.serving import AsyncEngine
-from tests.engine.test_serving import LONG, TinyDraft, TinyTarget, make
+from tests.engine.test_serving import LONG, make
+from tests.tiny import TinyDraft, TinyTarget
 
 atexit.register(lambda: print(len(stream._feed.result.tokens), stream._feed.result.finish_reason))
 server = AsyncEngine(make((TinyTarget(), TinyDraft())))
@@ -510,9 +496,9 @@ def test_requests_that_cannot_run_are_refused_where_they_are_submitted(models):
     unharmed(engine)
 
 
-def test_sharded_weights_are_refused_by_name(models):
+def test_sharded_weights_are_refused_by_name(models, monkeypatch):
     engine = make(models)
-    models[0].process_group = object()
+    monkeypatch.setattr(models[0], "process_group", object(), raising=False)
     with pytest.raises(UnsupportedError, match=r"AsyncEngine.*weights are sharded"):
         AsyncEngine(engine)
 

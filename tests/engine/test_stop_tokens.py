@@ -88,6 +88,7 @@ def test_stop_strings_are_looked_for_after_the_least_length(target, least):
     (result,) = engine.generate([Request(PROMPT, NEW, stop=stops, min_new_tokens=least)])
     assert result.tokens == tokens[: least + 1]
     assert result.finish_reason == "stop"
+    assert result.text == "".join(f"<{id_}>" for id_ in tokens[:least])
 
 
 @pytest.mark.parametrize("sizes", [[1] * 8, [8], [3, 5], [2, 4, 2]])

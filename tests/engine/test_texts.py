@@ -93,12 +93,6 @@ def test_a_token_that_ends_a_request_is_not_in_the_text(target, greedy, monkeypa
     assert [out.text for out in found] == [said(greedy[:end]), said(greedy[: end + 1])] * 2
 
 
-def test_the_text_of_the_least_length_is_whole(target, greedy):
-    request = Request(IDS, COUNT, stop=[f"{token} " for token in greedy], min_new_tokens=9)
-    (out,) = engine(target).generate([request])
-    assert (out.tokens, out.text) == (greedy[:10], said(greedy[:9]))
-
-
 def test_a_detokenizer_of_ones_own_is_asked(target, greedy):
     run = engine(target, detokenize=lambda tokens: "".join(f"<{token}>" for token in tokens))
     (out,) = run.generate([Request(PROMPT, 3, stop=f"<{greedy[1]}>")])

@@ -10,8 +10,7 @@ from specattn.errors import CapacityError
 from specattn.speculative.sampling import SamplingParams
 from tests.churn import Dice
 from tests.samples import half, sampled, star
-from tests.tiny import TinyDraft, TinyTarget, dense_greedy
-from tests.worlds import DEVICE
+from tests.tiny import dense_greedy
 
 CONTEXT, ROWS = 64, 4
 TREE, NEW = (3, 4, 9), 25
@@ -19,11 +18,6 @@ RESERVE = SpecConfig(*TREE).reserve_len
 PROMPTS = [[(7 * at + 3 * step) % 61 for step in range(20)] for at in range(6)]
 # slots that a request of them may need to its end
 WHOLE = 20 + NEW - 2 + RESERVE
-
-
-@pytest.fixture(scope="module")
-def models():
-    return TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
 
 
 @pytest.fixture(scope="module")
