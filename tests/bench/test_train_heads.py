@@ -308,6 +308,9 @@ def test_texts_go_on_where_they_were_stopped(target_folder, library, texts, tmp_
     both, record = Texts.load(out)
     assert [part["texts"] for part in record["parts"]] == [32, 32]
     assert not torch.equal(both.tokens[:30], both.tokens[32:62])
+    again = tmp_path / "again"
+    write(monkeypatch, target_folder, library, again)
+    assert (again / "part-00000.safetensors").read_bytes() == first
     with pytest.raises(SystemExit, match="texts of another seed"):
         write(monkeypatch, target_folder, library, out, "--seed", 1)
 

@@ -19,7 +19,7 @@ from specattn.kernels.sampling import DRAFT, uniform
 from specattn.speculative.draft import choose_tokens
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.verify import accept
-from tests.engine.test_logprobs import drawn_from
+from tests.processors import drawn_from
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -109,7 +109,7 @@ def test_what_is_emitted_has_the_targets_law(cut):
     config = SpecConfig(1, 1, 2, draft_sampling=True)
     found = accept(tree, target, torch.zeros_like(seeds).int(), config, sampling)
     counts = found.accept_tokens[:, 0].bincount(minlength=len(TARGET)).double().cpu()
-    law = torch.tensor(drawn_from(TARGET, params)).double().softmax(0)
+    law = torch.tensor(drawn_from(TARGET, params), dtype=torch.float64)
     assert not counts[law == 0].any()
     want = law[law > 0] * DRAWS
     chi_square = float(((counts[law > 0] - want) ** 2 / want).sum())
