@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from specattn.engine.configs import SpeculativeConfigs, smaller_configs
 from specattn.engine.engine import Engine, Request
 from specattn.engine.policy import Acceptance, GoodputPolicy, Observed, expected_tokens, rough_cost
 from specattn.speculative.sampling import SamplingParams
+from tests.churn import Dice
 from tests.samples import half, sampled
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
@@ -22,17 +22,6 @@ PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9], [32, 38, 4], [6]]
 TREES = [(3, 1, 4), (3, 8, 16), (1, 1, 2), (0, 1, 1), (5, 2, 9)]
 CHAINS = [(3, 1, 4), (6, 1, 7), (1, 1, 2), (0, 1, 1)]
 DEEP, SHALLOW, PLAIN = SpecConfig(6, 1, 7), SpecConfig(2, 1, 3), SpecConfig(0, 1, 1)
-
-
-class Dice:
-    """Any setting that fits, at random."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.rng, self.seen = random.Random(seed), []
-
-    def __call__(self, observed: Observed) -> SpecConfig:
-        self.seen.append(observed)
-        return self.rng.choice(observed.configs)
 
 
 def engine(trees, policy, context=96, **options) -> Engine:
