@@ -17,7 +17,7 @@ SHARED = {80: 163 * KB, 86: 99 * KB, 89: 99 * KB, 90: 227 * KB, 100: 227 * KB}
 # a few values around a loop, not an accumulator within it
 MOST_SPILLED = 512
 # Triton makes the same of a kernel for SM89 as for SM86, but float8; tiles of attention alone
-# depend on what a multiprocessor has. Where nothing is kept from runs before, a target takes a minute
+# depend on what a multiprocessor has. A target takes a minute where no cache has it
 TARGETS = [
     ("tests", (90,)),
     ("attention,gluon", (90,)),
