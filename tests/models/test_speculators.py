@@ -108,9 +108,8 @@ def test_dflash(case, backend) -> None:
         block[:, 0] = ids[anchors]
         logits = head.forward_block(block.flatten(), positions.flatten(), attention)
         close(logits, wanted.flatten(0, 1))
-        drafted = (
-            torch.arange(batch * size).view(batch, size)[:, head.block.first_draft :].flatten()
-        )
+        rows = torch.arange(batch * size, device=DEVICE).view(batch, size)
+        drafted = rows[:, head.block.first_draft :].flatten()
         some = head.forward_block(block.flatten(), positions.flatten(), attention, drafted)
     close(some, wanted[:, head.block.first_draft :].flatten(0, 1))
 

@@ -904,7 +904,7 @@ class SharesFlatMemory(BoundArithmetic):
         super().__init__(proposer, step)
         shape = 2, len(step), step.config.num_draft_tokens
         size = math.prod(shape)
-        memory = step.shared("memory", lambda: torch.zeros(size, dtype=torch.int64))
+        memory = step.shared("memory", lambda: self.place.new_zeros(size, dtype=torch.int64))
         self.tokens, self.parents = memory[:size].view(shape)
         super().link()
 

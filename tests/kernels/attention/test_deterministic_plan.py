@@ -109,6 +109,10 @@ def test_index_lists(lengths: list[int], window: int) -> None:
     check(make(lengths, splits=5, tail=0, window=window, csr=True, extra=0))
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="so many splits take 256 KiB of shared memory, which no GPU has",
+)
 def test_products_of_work_and_splits_just_beyond_32_bits() -> None:
     """Full rows whose work times splits passes 2^31 by less than a hundredth."""
     tiles, splits = 11_600, 46_400

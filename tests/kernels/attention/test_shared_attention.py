@@ -66,7 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_attention_over_shared_prefixes(name: str) -> None:
     """Beyond the workspace that is asked for, nothing is written."""
     case = make(LENGTHS, GROUPS, **CASES[name])
-    memory = torch.full((1 << 21,), 255, dtype=torch.uint8, device=DEVICE)
+    memory = torch.full((1 << 24,), 255, dtype=torch.uint8, device=DEVICE)
     taken: list[int] = []
 
     def workspace(size: int) -> torch.Tensor:
