@@ -43,13 +43,15 @@ def collected(rooms: list[str], most: int) -> list[str]:
     """Return the tests that run, ``most`` of every room."""
     folders = [str(TESTS / room) for room in rooms]
     done = subprocess.run(
-        [*PYTEST, "--collect-only", "-qq", "-m", "gpu", "-k", UNFIT, *folders],
+        [*PYTEST, "--collect-only", "-m", "gpu", "-k", UNFIT, *folders],
         capture_output=True,
         text=True,
         check=False,
         cwd=HERE,
     )
     names = [line for line in done.stdout.splitlines() if "::" in line]
+    if not names:
+        raise SystemExit(f"no test to run under a tool:\n{done.stdout[-2000:]}")
     by_room = [[name for name in names if f"kernels/{room}/" in name] for room in rooms]
     return [name for found in by_room for name in sample(found, most)]
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from bench.tools.sanitize import ROOMS, TESTS, parse, sample, watched
+import pytest
+
+from bench.tools import sanitize
+from bench.tools.sanitize import ROOMS, TESTS, collected, parse, sample, watched
 
 
 def test_every_room_of_kernels_has_tests():
@@ -24,6 +27,17 @@ def test_samples_are_spread():
     assert sample(names, 100) == names
     assert sample(names, 30) == names[::4]
     assert sample([], 30) == []
+
+
+def test_tests_are_collected_by_their_rooms(monkeypatch):
+    """Those that a machine without a GPU has; without one to run, the tool ends."""
+    monkeypatch.setattr(sanitize, "UNFIT", "32_bit_offsets")
+    found = collected(["cache"], 1)
+    assert len(found) == 1
+    assert found[0].startswith("tests/kernels/cache/test_kv_move.py::test_")
+    monkeypatch.setattr(sanitize, "UNFIT", "no_test_has_this_name")
+    with pytest.raises(SystemExit, match="no test to run under a tool"):
+        collected(["cache"], 1)
 
 
 MEMCHECK = """
