@@ -99,7 +99,7 @@ MUTANTS = [
     (m.KeepsTextsByPlace, {"same drafts": PLACES}),
     (
         m.KeepsTextsByAddress,
-        {"same drafts": r"a request (after others ended|with \d+ new tokens) gets .*, (before it|a prompt) gets"},
+        {"same drafts": r"(others ended|with \d+ new tokens) gets .*, (before it|a prompt) gets"},
     ),
     (m.ReadsATextOnce, {"same drafts": "a request with 1 new tokens gets .*, a prompt gets"}),
 ]
