@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _BACKENDS = {
     "triton": "specattn.backends.triton:TritonBackend",
+    "triton_sharing": "specattn.backends.triton:TritonSharingBackend",
     "torch_native": "specattn.backends.torch_native:TorchNativeBackend",
     "flex": "specattn.backends.flex:FlexBackend",
     "fa3": "specattn.backends.flash_attn:Fa3Backend",

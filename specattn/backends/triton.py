@@ -86,15 +86,7 @@ def interpret() -> None:
 
 
 class TritonBackend(ReadOnly):
-    """The library's own kernels, on CUDA or in the interpreter on CPUs.
-
-    Attributes
-    ----------
-    share_prefixes : bool
-        Whether requests whose prefixes begin in the same slots read these keys once. Layers with a
-        window, deterministic ones and index lists read them as without. A subclass sets it; see
-        docs/backends.md.
-    """
+    """The library's own kernels, on CUDA or in the interpreter on CPUs."""
 
     name: ClassVar[str] = "triton"
     share_prefixes: ClassVar[bool] = False
@@ -167,6 +159,17 @@ class TritonBackend(ReadOnly):
         if len(self._workspace) < size:
             self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._workspace
+
+
+class TritonSharingBackend(TritonBackend):
+    """The same kernels; keys of a common prefix are read once.
+
+    Requests whose prefixes begin in the same slots have one in common. Layers with a window,
+    deterministic ones and index lists read keys as without. See docs/backends.md.
+    """
+
+    name = "triton_sharing"
+    share_prefixes = True
 
 
 def bucket(plan: AttnPlan | CsrPlan) -> dict[str, Any]:

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = AttnConfig(4, 2, 32)
 SINKS = replace(HEADS, sinks=True)
-SERVING = {"triton", "torch_native"}
+SERVING = {"triton", "triton_sharing", "torch_native"}
 
 
 def test_sinks_are_refused_by_name_where_they_are_not_declared():

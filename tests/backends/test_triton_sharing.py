@@ -1,4 +1,4 @@
-"""The Triton backend with ``share_prefixes``."""
+"""The Triton backend whose requests share prefixes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from specattn.backends.base import fill_all
-from specattn.backends.triton import TritonBackend, TritonBound, TritonTree
+from specattn.backends.triton import (
+    TritonBackend,
+    TritonBound,
+    TritonSharingBackend,
+    TritonTree,
+)
 from specattn.backends.triton_mla import TritonMlaBackend
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
@@ -27,18 +32,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CUDA = DEVICE.type == "cuda"
 
 
-class Sharing(TritonBackend):
-    name = "sharing"
-    share_prefixes = True
-
-
 class LatentSharing(TritonMlaBackend):
     share_prefixes = True
 
 
 def checks() -> list[Check]:
     """All of the kit on a GPU; in the interpreter what is about common slots."""
-    found = conformance(Sharing, DEVICE, "quick", validates=True, evicts=True)
+    found = conformance("triton_sharing", DEVICE, "quick", validates=True, evicts=True)
     if CUDA:  # where a float8 cache is refused to float32 queries
         return [one for one in found if not one.name.endswith("float8_e4m3fn_float32")]
     return [one for one in found if one.broken == "shared prefixes"]
@@ -63,7 +63,7 @@ def test_forwards_of_a_step_are_matched_and_planned_in_a_launch_each(
 ) -> None:
     """Drafting, verification, and a layer with a window, which shares nothing."""
     cases = [case_of(q_len=4, mode="draft"), case_of(q_len=6), case_of(window_left=9, evict=False)]
-    bounds = [Sharing(config_of(case), DEVICE).bind(plan_of(case)) for case in cases]
+    bounds = [TritonSharingBackend(config_of(case), DEVICE).bind(plan_of(case)) for case in cases]
     fill_all(bounds)
     assert plan_launches == [(2,), (1,)]
     # of 256 keys; in a window, its first
@@ -109,7 +109,7 @@ def test_an_engine_writes_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> Non
     prompt = [7 * i % 61 for i in range(70)]
     texts = [[*prompt, 5], [*prompt, 9, 3], [*prompt[:66], 1], [4, 8, 15]]
     config = SpecConfig(2, 2, 4, max_context_len=128, max_num_reqs=4)
-    run = Engine(*models, config, backend=Sharing, buckets=[4])
+    run = Engine(*models, config, backend="triton_sharing", buckets=[4])
     lengths = [6, 3, 6, 6]
     out = run.generate([Request(*one) for one in zip(texts, lengths, strict=True)])
     for text, length, result in zip(texts, lengths, out, strict=True):
