@@ -77,15 +77,17 @@ def select_beams(
         If the candidates have no room for this step, or a tensor is not laid out as above.
     """
     start = _candidate_offset(step, child_probs, candidates)
-    (batch, width, topk), scores, words = child_probs.shape, None, None
+    (batch, width, topk), scores, words, count = child_probs.shape, None, None, 0
     if beams is not None:
-        scores, words = beams.scores, beams.words
+        scores = beams.scores
     require_dense(child_probs=child_probs, child_tokens=child_tokens, scores=scores)
     if out is not None:
+        words = None if beams is None else beams.words
         nodes, groups = (step + 1) * topk, candidates.parents.shape[1]
         if groups < 1 + nodes:
             raise ValueError(f"candidates must have {1 + nodes} groups to pick beams, got {groups}")
-        if out.words.shape[2] * 64 < nodes:
+        count = out.words.shape[2]
+        if count * 64 < nodes:
             raise ValueError(f"out.words must have a bit for each of {nodes} nodes")
         require_dense(scores_out=out.scores, tokens_out=out.tokens, rows_out=out.rows)
         require_dense(1, words=words, words_out=out.words)
@@ -93,43 +95,28 @@ def select_beams(
         return
     if on_triton(child_probs):
         block = power_of_2(width * topk)
-        columns = candidates.scores, candidates.tokens, candidates.parents
-        strides = candidates.scores.stride(0), candidates.parents.stride(0)
-        options = launch_options(child_probs.device)
-        if out is None:
-            launch.append_kernel[(batch,)](
-                child_probs,
-                child_tokens,
-                scores,
-                *columns,
-                start,
-                *strides,
-                BEAMS=width,
-                TOPK=topk,
-                BLOCK=block,
-                num_warps=1,
-                **options,
-            )
-            return
         launch.select_kernel[(batch,)](
             child_probs,
             child_tokens,
             scores,
             words,
-            *columns,
-            *out,
+            candidates.scores,
+            candidates.tokens,
+            candidates.parents,
+            *((None,) * 4 if out is None else out),
             step,
             start,
-            *strides,
+            candidates.scores.stride(0),
+            candidates.parents.stride(0),
             0 if words is None else words.stride(0),
-            out.words.stride(0),
-            W=out.words.shape[2],
+            0 if out is None else out.words.stride(0),
+            W=count,
             BEAMS=width,
             TOPK=topk,
             BLOCK=block,
-            BLOCK_W=power_of_2(out.words.shape[2]),
-            num_warps=1 if block <= 16 else 4 if block <= 128 else 8,
-            **options,
+            BLOCK_W=power_of_2(count),
+            num_warps=1 if out is None or block <= 16 else 4 if block <= 128 else 8,
+            **launch_options(child_probs.device),
         )
         return
     paths = (child_probs * (1.0 if scores is None else scores[:, :, None])).flatten(1)
@@ -146,7 +133,7 @@ def select_beams(
     out.rows.copy_(torch.arange(batch, device=picks.device)[:, None] * width + picks // topk)
     candidates.parents[:, 1 + step * topk : 1 + (step + 1) * topk] = start + picks
 
-    own = node_bits(step * topk + torch.arange(topk, device=picks.device), out.words.shape[2])
+    own = node_bits(step * topk + torch.arange(topk, device=picks.device), count)
     out.words.copy_(own if words is None else own | words.flatten(0, 1)[out.rows])
 
 

@@ -10,73 +10,6 @@ from specattn.kernels.sampling.keys import score_key
 
 
 @triton.jit
-def _record_children(
-    req,
-    offset,
-    child_probs,
-    child_tokens,
-    path_scores,
-    candidate_scores,
-    candidate_tokens,
-    candidate_parents,
-    stride_candidates,
-    stride_parents,
-    BEAMS: tl.constexpr,
-    TOPK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write all beams' children to this step's candidate columns; return them."""
-    flat = tl.arange(0, BLOCK)  # [BLOCK]
-    live = flat < BEAMS * TOPK
-    child = req * BEAMS * TOPK + flat
-    score = tl.load(child_probs + child, mask=live, other=0)
-    if path_scores is not None:
-        score *= tl.load(path_scores + req * BEAMS + flat // TOPK, mask=live, other=0)
-    token = tl.load(child_tokens + child, mask=live, other=0)
-    column = req * stride_candidates + offset + flat
-    tl.store(candidate_scores + column, score, mask=live)
-    tl.store(candidate_tokens + column, token, mask=live)
-    if offset == 0:
-        tl.store(candidate_parents + req * stride_parents, -1)
-    return score, token
-
-
-@triton.jit
-def append_kernel(
-    child_probs,  # [B, BEAMS, TOPK] float32
-    child_tokens,  # [B, BEAMS, TOPK] int64
-    path_scores,  # [B, BEAMS] float32, or None: the root's
-    candidate_scores,  # [B, C] float32, out
-    candidate_tokens,  # [B, C] int64, out
-    candidate_parents,  # [B, G] int64, out
-    offset,
-    stride_candidates,
-    stride_parents,
-    BEAMS: tl.constexpr,
-    TOPK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Record the children of all beams, a request per program."""
-    enter(PDL)
-    _record_children(
-        tl.program_id(0).to(tl.int64),
-        offset,
-        child_probs,
-        child_tokens,
-        path_scores,
-        candidate_scores,
-        candidate_tokens,
-        candidate_parents,
-        stride_candidates,
-        stride_parents,
-        BEAMS,
-        TOPK,
-        BLOCK,
-    )
-
-
-@triton.jit
 def _rank_all(key, BLOCK: tl.constexpr):
     """Count the keys before each: larger, or equal of lower index."""
     flat = tl.arange(0, BLOCK)
@@ -105,11 +38,11 @@ def select_kernel(
     child_probs,  # [B, BEAMS, TOPK] float32
     child_tokens,  # [B, BEAMS, TOPK] int64
     path_scores,  # [B, BEAMS] float32, or None: the root's
-    path_words,  # [B, BEAMS, W] int64, or None: the root's
+    path_words,  # [B, BEAMS, W] int64, or None: the root's, or nobody's
     candidate_scores,  # [B, C] float32, out
     candidate_tokens,  # [B, C] int64, out
     candidate_parents,  # [B, G] int64, out
-    scores_out,  # [B, TOPK] float32, out
+    scores_out,  # [B, TOPK] float32, out; None, as the next three, where no beams are kept
     tokens_out,  # [B, TOPK] int64, out
     rows_out,  # [B, TOPK] int64, out
     words_out,  # [B, TOPK, W] int64, out
@@ -126,48 +59,44 @@ def select_kernel(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Record and rank the children of all beams, a request per program."""
+    """Record all beams' children, and keep the best; a request per program."""
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
     flat = tl.arange(0, BLOCK)  # [BLOCK]
+    live = flat < BEAMS * TOPK
     beam = flat // TOPK
     word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     bits = tl.zeros([BLOCK, BLOCK_W], tl.int64)
     if path_words is not None:
         # every child's words to come, loaded with the scores and not after them
         above = path_words + req * stride_path_words + beam[:, None] * W + word[None, :]
-        live = (flat < BEAMS * TOPK)[:, None] & (word < W)[None, :]
-        bits = tl.load(above, mask=live, other=0)  # [BLOCK, BLOCK_W]
-    score, token = _record_children(
-        req,
-        offset,
-        child_probs,
-        child_tokens,
-        path_scores,
-        candidate_scores,
-        candidate_tokens,
-        candidate_parents,
-        stride_candidates,
-        stride_parents,
-        BEAMS,
-        TOPK,
-        BLOCK,
-    )
-    # those past the last child come last: NaN ranks there, too, at a lower index
-    key = tl.where(flat < BEAMS * TOPK, score_key(score), -0x80000000)
-    rank = _rank_all(key, BLOCK) if BLOCK <= 256 else _rank_best(key, TOPK, BLOCK)
-    chosen = rank < TOPK
-    out = req * TOPK + rank
-    tl.store(scores_out + out, score, mask=chosen)
-    tl.store(tokens_out + out, token, mask=chosen)
-    tl.store(rows_out + out, req * BEAMS + beam, mask=chosen)
-    node = step * TOPK + rank
-    parent = candidate_parents + req * stride_parents + 1 + node
-    tl.store(parent, (offset + flat).to(tl.int64), mask=chosen)
-    own = tl.full([BLOCK, BLOCK_W], 1, tl.int64) << (node % 64)[:, None]
-    bits = tl.where(word[None, :] == (node // 64)[:, None], bits | own, bits)
-    cell = words_out + req * stride_words + rank[:, None] * W + word[None, :]
-    tl.store(cell, bits, mask=chosen[:, None] & (word < W)[None, :])
+        bits = tl.load(above, mask=live[:, None] & (word < W)[None, :], other=0)
+    child = req * BEAMS * TOPK + flat
+    score = tl.load(child_probs + child, mask=live, other=0)
+    if path_scores is not None:
+        score *= tl.load(path_scores + req * BEAMS + beam, mask=live, other=0)
+    token = tl.load(child_tokens + child, mask=live, other=0)
+    column = req * stride_candidates + offset + flat
+    tl.store(candidate_scores + column, score, mask=live)
+    tl.store(candidate_tokens + column, token, mask=live)
+    if offset == 0:
+        tl.store(candidate_parents + req * stride_parents, -1)
+    if rows_out is not None:
+        # those past the last child come last: NaN ranks there, too, at a lower index
+        key = tl.where(live, score_key(score), -0x80000000)
+        rank = _rank_all(key, BLOCK) if BLOCK <= 256 else _rank_best(key, TOPK, BLOCK)
+        chosen = rank < TOPK
+        out = req * TOPK + rank
+        tl.store(scores_out + out, score, mask=chosen)
+        tl.store(tokens_out + out, token, mask=chosen)
+        tl.store(rows_out + out, req * BEAMS + beam, mask=chosen)
+        node = step * TOPK + rank
+        parent = candidate_parents + req * stride_parents + 1 + node
+        tl.store(parent, (offset + flat).to(tl.int64), mask=chosen)
+        own = tl.full([BLOCK, BLOCK_W], 1, tl.int64) << (node % 64)[:, None]
+        bits = tl.where(word[None, :] == (node // 64)[:, None], bits | own, bits)
+        cell = words_out + req * stride_words + rank[:, None] * W + word[None, :]
+        tl.store(cell, bits, mask=chosen[:, None] & (word < W)[None, :])
 
 
 @triton.jit
