@@ -8,13 +8,12 @@ arXiv:2602.06036). `specattn.models.load_dflash` builds the heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
-from specattn.kernels.fused import add_rms_norm, embed_rms_norm
+from specattn.kernels.fused import add_rms_norm
 from specattn.models.eagle import DraftHead
 from specattn.models.fused.block import project
 from specattn.models.hf import FeatureSpec
@@ -165,17 +164,11 @@ class DFlashHead(DraftHead):
     hidden_norm: Tensor
     norm: Tensor
 
-    @cached_property
-    def _nothing(self) -> Tensor:
-        """A residual stream ``[1, H]`` of zeros, which rows share."""
-        return torch.zeros_like(self.norm)[None]
-
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Mix the target's features ``[T, F]`` into the draft's context ``[T, H]``."""
         assert self.fc is not None
         parts = project(hidden_states.to(self.dtype), self.fc, self.fc_bias)
-        stream = self._nothing.expand(len(hidden_states), -1)
-        mixed, _ = add_rms_norm(parts, stream, self.hidden_norm, self.blocks[0].eps)
+        mixed, _ = add_rms_norm(parts, None, self.hidden_norm, self.blocks[0].eps)
         return mixed
 
     @torch.no_grad()
@@ -192,7 +185,8 @@ class DFlashHead(DraftHead):
         """Run the draft over blocks; see `BlockDraftModel.forward_block`."""
         blocks, eps = self.blocks, self.blocks[0].eps
         last = len(blocks) - 1
-        x, stream = embed_rms_norm(*self._embedding(input_ids), blocks[0].input_norm, eps)
+        ids, table = self._embedding(input_ids)
+        x, stream = add_rms_norm(table[None], None, blocks[0].input_norm, eps, rows=ids)
         for layer, block in enumerate(blocks):
             wanted = rows if layer == last else None
             x, stream = block.attend(x, stream, layer, positions, attend, wanted)

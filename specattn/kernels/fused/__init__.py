@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from specattn.kernels.launch import cdiv, launch_options, power_of_2
 
 launch = TritonModule("specattn.kernels.fused.triton")
 
-# columns per program of the activation and of the sum
+# columns per program of a sum
 _SPAN = 512
 
 
@@ -53,7 +52,7 @@ class Rotation:
 
 def add_rms_norm(
     partials: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     eps: float,
     *,
@@ -66,9 +65,10 @@ def add_rms_norm(
     Parameters
     ----------
     partials : Tensor
-        ``[S, T, H]``, dense in its last axis as all of these.
-    residual : Tensor
-        ``[T, H]``, the stream so far.
+        ``[S, T, H]``, dense in its last axis as all of these. Or a table of embeddings,
+        ``[1, V, H]``: with the tokens as ``rows`` they are looked up.
+    residual : Tensor, optional
+        ``[T, H]``, the stream so far; None where it begins.
     weight : Tensor
         ``[H]``.
     eps : float
@@ -76,19 +76,21 @@ def add_rms_norm(
     rows : Tensor, optional
         ``[R]`` int64, the rows to compute; all T of them if None.
     residual_out, out : Tensor, optional
-        ``[R, H]``, where to write; new tensors if None.
+        ``[R, H]``, where to write; if None, new tensors of the dtype of ``residual``, or of
+        ``weight`` without one.
 
     Returns
     -------
     tuple of Tensor
         The normed sum ``[R, H]`` and the sum.
     """
-    count, size = len(residual if rows is None else rows), residual.shape[1]
+    (split, count, size), like = partials.shape, weight if residual is None else residual
+    count = count if rows is None else len(rows)
     if residual_out is None:
-        residual_out = residual.new_empty(count, size)
+        residual_out = like.new_empty(count, size)
     if out is None:
-        out = residual.new_empty(count, size)
-    if on_triton(residual):
+        out = like.new_empty(count, size)
+    if on_triton(weight):
         if count:
             launch.add_norm_kernel[(count,)](
                 partials,
@@ -99,67 +101,20 @@ def add_rms_norm(
                 out,
                 eps,
                 *partials.stride()[:2],
-                residual.stride(0),
+                0 if residual is None else residual.stride(0),
                 residual_out.stride(0),
                 out.stride(0),
-                SPLIT=partials.shape[0],
-                **_whole_rows(size),
-                **launch_options(residual.device),
-            )
-        return out, residual_out
-    total = (partials.float().sum(0) + residual.float()).to(residual.dtype)
-    if rows is not None:
-        total = total[rows]
-    residual_out.copy_(total)
-    out.copy_(_norm(total, weight, eps))
-    return out, residual_out
-
-
-def embed_rms_norm(
-    ids: Tensor, table: Tensor, weight: Tensor, eps: float, *, embedded: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Look up the tokens' embeddings, and norm them.
-
-    Parameters
-    ----------
-    ids : Tensor
-        ``[T]`` int64.
-    table : Tensor
-        ``[V, H]``.
-    weight : Tensor
-        ``[H]``, of the norm.
-    eps : float
-        Added to the mean of squares.
-    embedded : Tensor, optional
-        ``[T, H]``, where to write the embeddings; a new tensor if None.
-
-    Returns
-    -------
-    tuple of Tensor
-        The normed embeddings ``[T, H]`` and the embeddings.
-    """
-    size = table.shape[1]
-    if embedded is None:
-        embedded = weight.new_empty(len(ids), size)
-    if on_triton(weight):
-        out = weight.new_empty(len(ids), size)
-        if len(ids):
-            launch.embed_norm_kernel[(len(ids),)](
-                ids,
-                table,
-                weight,
-                embedded,
-                out,
-                eps,
-                table.stride(0),
-                embedded.stride(0),
-                out.stride(0),
+                SPLIT=split,
                 **_whole_rows(size),
                 **launch_options(weight.device),
             )
-        return out, embedded
-    embedded.copy_(table[ids])
-    return _norm(embedded, weight, eps).to(weight.dtype), embedded
+        return out, residual_out
+    if rows is not None:
+        partials, residual = partials[:, rows], None if residual is None else residual[rows]
+    total = partials.float().sum(0)
+    residual_out.copy_(total if residual is None else total + residual.float())
+    out.copy_(_norm(residual_out, weight, eps))
+    return out, residual_out
 
 
 def embed_norm_pair(
@@ -225,23 +180,40 @@ def embed_norm_pair(
     return torch.cat(pair, dim=-1).to(dtype), hidden
 
 
-def silu_mul(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``silu(gate) * up``, ``[T, I]`` in ``dtype``.
+def add_partials(partials: Tensor, dtype: torch.dtype, *, gated: bool = False) -> Tensor:
+    """Return the sum of a product's partials, ``[T, N]`` in ``dtype``.
 
     Parameters
     ----------
     partials : Tensor
-        ``[S, T, 2 I]``, gates first; dense last axis.
+        ``[S, T, N]``, with ``gated`` ``[S, T, 2 N]``, gates first; dense last axis.
     dtype : torch.dtype
         Of the result.
+    gated : bool
+        Whether to return ``silu(gate) * up``.
     """
     if on_triton(partials):
-        _, count, both = partials.shape
-        return _by_columns(
-            launch.silu_mul_kernel, partials, partials.new_empty(count, both // 2, dtype=dtype)
-        )
-    gate, up = partials.float().sum(0).chunk(2, dim=-1)
-    return (silu(gate) * up).to(dtype)
+        split, count, size = partials.shape
+        size = size // 2 if gated else size
+        out = partials.new_empty(count, size, dtype=dtype)
+        if count:
+            launch.add_partials_kernel[count, cdiv(size, _SPAN)](
+                partials,
+                out,
+                *partials.stride()[:2],
+                SIZE=size,
+                BLOCK=_SPAN,
+                SPLIT=split,
+                GATED=gated,
+                num_warps=2,
+                **launch_options(partials.device),
+            )
+        return out
+    total = partials.float().sum(0)
+    if gated:
+        gate, up = total.chunk(2, dim=-1)
+        total = silu(gate) * up
+    return total.to(dtype)
 
 
 def qk_norm_rope_store_kv(
@@ -335,24 +307,6 @@ def qk_norm_rope_store_kv(
     store_kv(new_k, new_v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
 
 
-def split_k_reduce(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of a product's partials, ``[T, N]`` in ``dtype``.
-
-    For a product whose next reader does not add them up itself.
-
-    Parameters
-    ----------
-    partials : Tensor
-        ``[S, T, N]``; dense last axis.
-    dtype : torch.dtype
-        Of the result.
-    """
-    if on_triton(partials):
-        out = partials.new_empty(partials.shape[1:], dtype=dtype)
-        return _by_columns(launch.split_k_reduce_kernel, partials, out)
-    return partials.float().sum(0).to(dtype)
-
-
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -361,23 +315,6 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     low, high = x.chunk(2, dim=-1)
     return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)
-
-
-def _by_columns(kernel: Any, partials: Tensor, out: Tensor) -> Tensor:
-    """Launch a kernel over rows of ``out``, `_SPAN` columns per program."""
-    count, size = out.shape
-    if count:
-        kernel[count, cdiv(size, _SPAN)](
-            partials,
-            out,
-            *partials.stride()[:2],
-            SIZE=size,
-            BLOCK=_SPAN,
-            SPLIT=len(partials),
-            num_warps=2,
-            **launch_options(partials.device),
-        )
-    return out
 
 
 @cache

@@ -32,7 +32,7 @@ def _norm(x, weight, eps, SIZE: tl.constexpr):
 @triton.jit
 def add_norm_kernel(
     partials,  # [SPLIT, T, SIZE]
-    residual,  # [T, SIZE]
+    residual,  # [T, SIZE], or None: nothing
     weight,  # [SIZE]
     rows,  # [R] int64, or None for all
     residual_out,  # [R, SIZE], out
@@ -58,40 +58,13 @@ def add_norm_kernel(
     if rows is not None:
         row = tl.load(rows + to)
     x = sum_partials(partials, row * stride_row + column, ok, stride_partial, SPLIT)
-    x += tl.load(residual + row * stride_residual + column, mask=ok, other=0.0).to(tl.float32)
+    if residual is not None:
+        x += tl.load(residual + row * stride_residual + column, mask=ok, other=0.0).to(tl.float32)
     # the norm is of what the stream holds, as rounded
     x = x.to(residual_out.dtype.element_ty)
     tl.store(residual_out + to * stride_residual_out + column, x, mask=ok)
     x = _norm(x.to(tl.float32), scale, eps, SIZE)
     tl.store(out + to * stride_out + column, x.to(out.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def embed_norm_kernel(
-    ids,  # [T] int64
-    table,  # [V, SIZE]
-    weight,  # [SIZE]
-    embedded,  # [T, SIZE], out
-    out,  # [T, SIZE], out
-    eps,
-    stride_table,
-    stride_embedded,
-    stride_out,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Look up one token's embedding, and norm it."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)  # [BLOCK]
-    ok = column < SIZE
-    scale = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
-    enter(PDL)
-    x = tl.load(table + tl.load(ids + row) * stride_table + column, mask=ok, other=0.0)
-    x = x.to(embedded.dtype.element_ty)
-    tl.store(embedded + row * stride_embedded + column, x, mask=ok)
-    x = _norm(x.to(tl.float32), scale, eps, SIZE)
-    tl.store(out + row * stride_out + column, x.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -134,37 +107,15 @@ def norm_pair_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(
-    partials,  # [SPLIT, T, 2, SIZE]
+def add_partials_kernel(
+    partials,  # [SPLIT, T, SIZE]; with GATED [SPLIT, T, 2, SIZE], gates first
     out,  # [T, SIZE], out
     stride_partial,
     stride_row,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Gate some columns of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    ok = column < SIZE
-    enter(PDL)
-    at = row * stride_row + column
-    gate = sum_partials(partials, at, ok, stride_partial, SPLIT)
-    up = sum_partials(partials, at + SIZE, ok, stride_partial, SPLIT)
-    x = gate * tl.sigmoid(gate) * up
-    tl.store(out + row * SIZE + column, x.to(out.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def split_k_reduce_kernel(
-    partials,  # [SPLIT, T, SIZE]
-    out,  # [T, SIZE], out
-    stride_partial,
-    stride_row,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Add up the partials of some columns of one row."""
@@ -172,7 +123,10 @@ def split_k_reduce_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     ok = column < SIZE
     enter(PDL)
-    x = sum_partials(partials, row * stride_row + column, ok, stride_partial, SPLIT)
+    at = row * stride_row + column
+    x = sum_partials(partials, at, ok, stride_partial, SPLIT)
+    if GATED:
+        x = x * tl.sigmoid(x) * sum_partials(partials, at + SIZE, ok, stride_partial, SPLIT)
     tl.store(out + row * SIZE + column, x.to(out.dtype.element_ty), mask=ok)
 
 

@@ -13,10 +13,9 @@ from transformers.activations import ACT2FN
 from specattn.attention.bound import BoundLayers
 from specattn.kernels.fused import (
     Rotation,
+    add_partials,
     add_rms_norm,
     qk_norm_rope_store_kv,
-    silu_mul,
-    split_k_reduce,
 )
 from specattn.kernels.fused.stream import stream_gated, stream_linear, streams
 from specattn.models.hf import refuse_rescaling, rescaling_lengths
@@ -200,7 +199,7 @@ class Block:
         elif streams(x, self.gate_up, gated=True):
             gated = stream_gated(x, self.gate_up)
         else:
-            gated = silu_mul(project(x, self.gate_up), x.dtype)
+            gated = add_partials(project(x, self.gate_up), x.dtype, gated=True)
         return project(gated, self.down, self.down_bias)
 
     def _heads(self, parts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,7 +226,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     parts = project(x, weight, bias)
     if len(parts) == 1:
         return parts[0]
-    total: Tensor = split_k_reduce(parts, x.dtype)
+    total: Tensor = add_partials(parts, x.dtype)
     return total
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specattn.errors import ModelError
-from specattn.kernels.fused import add_rms_norm, embed_rms_norm
+from specattn.kernels.fused import add_rms_norm
 from specattn.kernels.fused.stream import ready
 from specattn.models.fused.block import (
     Block,
@@ -185,8 +185,13 @@ class FusedTarget:
         """Run the model over flattened tokens; see `TargetModel.forward`."""
         eps, blocks = self.eps, self.blocks
         states, views = self._states(len(input_ids))
-        x, stream = embed_rms_norm(
-            input_ids, self.embed_tokens.weight, blocks[0].input_norm, eps, embedded=views.get(0)
+        x, stream = add_rms_norm(
+            self.embed_tokens.weight[None],
+            None,
+            blocks[0].input_norm,
+            eps,
+            rows=input_ids,
+            residual_out=views.get(0),
         )
         for layer, block in enumerate(blocks[:-1]):
             x, stream = block.attend(x, stream, layer, positions, attend)

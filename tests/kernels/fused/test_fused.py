@@ -8,12 +8,10 @@ import torch
 from specattn.kernels.cache import store_kv
 from specattn.kernels.fused import (
     Rotation,
+    add_partials,
     add_rms_norm,
     embed_norm_pair,
-    embed_rms_norm,
     qk_norm_rope_store_kv,
-    silu_mul,
-    split_k_reduce,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,7 +66,8 @@ def test_embeddings_and_their_norms(implementation, dtype) -> None:
     table, weight = random(11, 40, dtype=dtype), random(40, dtype=dtype)
     ids = torch.tensor([3, 10, 0, 3, 7, 1], device=DEVICE)
     wide = torch.full((6, 90), torch.nan, dtype=dtype, device=DEVICE)
-    normed, embedded = embed_rms_norm(ids, table, weight, EPS, embedded=wide[:, 50:])
+    where = {"rows": ids, "residual_out": wide[:, 50:]}
+    normed, embedded = add_rms_norm(table[None], None, weight, EPS, **where)
     assert embedded.equal(table[ids])
     assert wide[:, :50].isnan().all()
     check(normed, norm(table[ids], weight))
@@ -91,12 +90,12 @@ def test_embeddings_beside_states_and_their_norms(implementation, dtype) -> None
 def test_activation(implementation, dtype, split) -> None:
     partials = random_partials(split, 3, 2 * 700, dtype=dtype)
     gate, up = partials.double().sum(0).chunk(2, dim=-1)
-    check(silu_mul(partials, dtype), gate * gate.sigmoid() * up)
+    check(add_partials(partials, dtype, gated=True), gate * gate.sigmoid() * up)
 
 
 def test_partials_add_up(implementation, dtype) -> None:
     partials = random_partials(3, 4, 700, dtype=dtype)
-    got = split_k_reduce(partials, dtype)
+    got = add_partials(partials, dtype)
     assert got.dtype == dtype
     check(got, partials.double().sum(0))
 
