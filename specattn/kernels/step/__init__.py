@@ -113,7 +113,7 @@ def begin_step(
     context, depth = req_to_token.shape[1], out.positions.shape[1]
     batch, steps, topk = out.draft_positions.shape
     if on_triton(seq_lens):
-        tables, sizes, blocks = _split(copies)
+        narrow, wide, blocks = _split(copies)
         launch.begin_step_kernel[batch, 1 + blocks](
             rows,
             entry,
@@ -122,7 +122,8 @@ def begin_step(
             req_to_token,
             *out[:-1],
             out.seq_lens if out.draft_lens is None else out.draft_lens,
-            *tables,
+            narrow,
+            wide,
             context,
             reserve_len,
             depth,
@@ -135,7 +136,8 @@ def begin_step(
             *out.draft_positions.stride()[:2],
             READ_AHEAD=read_ahead,
             HAS_DRAFT_LENS=out.draft_lens is not None,
-            **sizes,
+            NARROW=_NARROW,
+            BYTES=_BYTES,
             BLOCK_W=power_of_2(reserve_len),
             BLOCK_D=power_of_2(depth),
             BLOCK_S=power_of_2(steps * topk),
@@ -161,8 +163,8 @@ def begin_step(
     if out.draft_lens is not None:
         out.draft_lens.copy_(drafted)
     for table, copy in copies:
-        narrow = as_columns(copy)
-        narrow.copy_(as_columns(table)[row, : narrow.shape[1]])
+        copied = as_columns(copy)
+        copied.copy_(as_columns(table)[row, : copied.shape[1]])
 
 
 def end_step(
@@ -216,7 +218,7 @@ def end_step(
     if not len(rows):
         return
     if on_triton(rows):
-        tables, sizes, blocks = _split(copies)
+        narrow, wide, blocks = _split(copies)
         launch.end_step_kernel[batch, 1 + blocks](
             rows,
             seq_lens,
@@ -226,11 +228,13 @@ def end_step(
             seq_lens_table,
             bonus_table,
             packed_out,
-            *tables,
+            narrow,
+            wide,
             depth,
             accepted.accept_tokens.stride(0),
             packed_out.stride(0),
-            **sizes,
+            NARROW=_NARROW,
+            BYTES=_BYTES,
             BLOCK_D=power_of_2(depth),
             **launch_options(rows.device),
         )
@@ -243,10 +247,10 @@ def end_step(
     packed_out.copy_(torch.where(live, packed, 0))
     own = [(seq_lens + lens, seq_lens_table), (bonus.clamp(min=0), bonus_table)]
     for source, table in (*own, *copies):
-        new, wide = as_columns(source), as_columns(table)
+        new, kept = as_columns(source), as_columns(table)
         width = new.shape[1]
         # padding copies row 0 onto itself
-        wide[rows, :width] = torch.where(live, new, wide[rows, :width])
+        kept[rows, :width] = torch.where(live, new, kept[rows, :width])
 
 
 def gather_path(
@@ -375,12 +379,7 @@ def _check_copies(batch: int, copies: Copies, name: str) -> None:
                 f"the {name} of copies[{at}] must be [{batch}, at most {width}] {table.dtype}, "
                 f"got {list(part.shape)} {part.dtype}"
             )
-        for tensor in (wide, narrow):
-            if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-                raise ValueError(
-                    f"the {name} of copies[{at}] and its table must be dense in their last axis, "
-                    f"got strides {tensor.stride()}"
-                )
+        require_rows(**{f"the {name} of copies[{at}]": narrow, f"the table of copies[{at}]": wide})
 
 
 def _check_start(out: StepStart, batch: int, reserve_len: int) -> None:
@@ -393,25 +392,14 @@ def _check_start(out: StepStart, batch: int, reserve_len: int) -> None:
     require_rows(**parts)
 
 
-def _split(copies: Copies) -> tuple[list[Any], dict[str, int], int]:
-    """Return the kernels' tables in two groups by width.
-
-    That is ten tuples, the kernels' constants, and the number of wide blocks.
-    """
-    pairs = [(as_columns(s), as_columns(t)) for s, t in copies]
-    # tables may be wider than what is read or written of them
-    sized = [(s, t, min(s.shape[1], t.shape[1])) for s, t in pairs]
-    narrow = [part for part in sized if 0 < part[2] <= _NARROW]
-    wide = [part for part in sized if part[2] > _NARROW]
-    arguments: list[Any] = []
-    for parts in (narrow, wide):
-        arguments += [
-            tuple(s for s, _, _ in parts),
-            tuple(t for _, t, _ in parts),
-            tuple(s.stride(0) for s, _, _ in parts),
-            tuple(t.stride(0) for _, t, _ in parts),
-            tuple(width for _, _, width in parts),
-        ]
-    blocks = sum(cdiv(width * s.element_size(), _BYTES) for s, _, width in wide)
-    sizes = {"NARROWS": len(narrow), "WIDES": len(wide), "NARROW": _NARROW, "BYTES": _BYTES}
-    return arguments, sizes, blocks
+def _split(copies: Copies) -> tuple[tuple[Any, ...], tuple[Any, ...], int]:
+    """Return narrow and wide tables, as kernels take them, and wide blocks."""
+    tables = []
+    for source, target in copies:
+        read, written = as_columns(source), as_columns(target)
+        # tables may be wider than what is read or written of them
+        width = min(read.shape[1], written.shape[1])
+        tables.append((read, written, read.stride(0), written.stride(0), width))
+    narrow = tuple(table for table in tables if 0 < table[-1] <= _NARROW)
+    wide = tuple(table for table in tables if table[-1] > _NARROW)
+    return narrow, wide, sum(cdiv(width * s.element_size(), _BYTES) for s, *_, width in wide)

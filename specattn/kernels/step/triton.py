@@ -9,29 +9,18 @@ from specattn.kernels.pdl import enter
 
 
 @triton.jit
-def _copy_narrow(
-    sources,
-    targets,
-    source_strides,
-    target_strides,
-    widths,
-    source_row,
-    target_row,
-    live,
-    COUNT: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+def _copy_narrow(tables, source_row, target_row, live, SIZE: tl.constexpr):
     """Copy a row of every narrow table; all loads precede the stores."""
     column = tl.arange(0, SIZE)  # [SIZE]
     values = ()
-    for i in tl.static_range(COUNT):
-        ptr = sources[i] + source_row * source_strides[i] + column
-        value = tl.load(ptr, mask=live & (column < widths[i]))
+    for i in tl.static_range(len(tables)):
+        source, _, stride, _, width = tables[i]
+        value = tl.load(source + source_row * stride + column, mask=live & (column < width))
         # Triton knows tuple addition, not unpacking; mypy knows empty tuples by length
         values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
-    for i in tl.static_range(COUNT):
-        ptr = targets[i] + target_row * target_strides[i] + column
-        tl.store(ptr, values[i], mask=live & (column < widths[i]))
+    for i in tl.static_range(len(tables)):
+        _, target, _, stride, width = tables[i]
+        tl.store(target + target_row * stride + column, values[i], mask=live & (column < width))
 
 
 @triton.jit
@@ -44,31 +33,15 @@ def _copy_part(source, target, block, width, live, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _copy_block(
-    sources,
-    targets,
-    source_strides,
-    target_strides,
-    widths,
-    source_row,
-    target_row,
-    live,
-    block,
-    COUNT: tl.constexpr,
-    BYTES: tl.constexpr,
-):
+def _copy_block(tables, source_row, target_row, live, block, BYTES: tl.constexpr):
     """Copy block ``block`` of a row of all wide tables in turn."""
-    for i in tl.static_range(COUNT):
-        blocks = tl.cdiv(widths[i], BYTES * 8 // sources[i].dtype.element_ty.primitive_bitwidth)
+    for i in tl.static_range(len(tables)):
+        source, target, source_stride, target_stride, width = tables[i]
+        blocks = tl.cdiv(width, BYTES * 8 // source.dtype.element_ty.primitive_bitwidth)
         if (block >= 0) & (block < blocks):
-            _copy_part(
-                sources[i] + source_row * source_strides[i],
-                targets[i] + target_row * target_strides[i],
-                block,
-                widths[i],
-                live,
-                BYTES,
-            )
+            source += source_row * source_stride
+            target += target_row * target_stride
+            _copy_part(source, target, block, width, live, BYTES)
         block -= blocks
 
 
@@ -85,16 +58,8 @@ def begin_step_kernel(
     positions_out,  # [B, depth] int64, out
     draft_positions_out,  # [B, steps, topk] int64, out
     draft_lens_out,  # [B] int32, out; anything without it
-    narrow_tables,
-    narrow_outs,
-    narrow_strides,
-    narrow_out_strides,
-    narrow_widths,
-    wide_tables,
-    wide_outs,
-    wide_strides,
-    wide_out_strides,
-    wide_widths,
+    narrow,  # of each table: itself, what it is copied to, their row strides, columns
+    wide,  # the same
     context,
     reserve_len,
     depth,
@@ -108,8 +73,6 @@ def begin_step_kernel(
     stride_step,
     READ_AHEAD: tl.constexpr,
     HAS_DRAFT_LENS: tl.constexpr,
-    NARROWS: tl.constexpr,
-    WIDES: tl.constexpr,
     NARROW: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -130,18 +93,7 @@ def begin_step_kernel(
         inside = column < reserve_len
         slots = req_to_token + row * stride_table + length + column
         slot = tl.load(slots, mask=inside & fits, other=0)
-        _copy_narrow(
-            narrow_tables,
-            narrow_outs,
-            narrow_strides,
-            narrow_out_strides,
-            narrow_widths,
-            row,
-            req,
-            True,
-            NARROWS,
-            NARROW,
-        )
+        _copy_narrow(narrow, row, req, True, NARROW)
         tl.store(window_out + req * stride_window + column, slot, mask=inside)
         tl.store(rows_out + req, row)
         tl.store(seq_lens_out + req, length.to(tl.int32))
@@ -156,19 +108,7 @@ def begin_step_kernel(
         ptr = draft_positions_out + req * stride_draft + step * stride_step + draft % topk
         tl.store(ptr, length + step, mask=draft < drafts)
     else:
-        _copy_block(
-            wide_tables,
-            wide_outs,
-            wide_strides,
-            wide_out_strides,
-            wide_widths,
-            row,
-            req,
-            True,
-            tl.program_id(1) - 1,
-            WIDES,
-            BYTES,
-        )
+        _copy_block(wide, row, req, True, tl.program_id(1) - 1, BYTES)
 
 
 @triton.jit
@@ -181,21 +121,11 @@ def end_step_kernel(
     seq_lens_table,  # [R] int32, out
     bonus_table,  # [R] int64, out
     packed_out,  # [B, 1 + depth] int64, out
-    narrow_sources,
-    narrow_tables,
-    narrow_strides,
-    narrow_table_strides,
-    narrow_widths,
-    wide_sources,
-    wide_tables,
-    wide_strides,
-    wide_table_strides,
-    wide_widths,
+    narrow,  # of each table: what is copied to it, itself, their row strides, columns
+    wide,  # the same
     depth,
     stride_tokens,
     stride_packed,
-    NARROWS: tl.constexpr,
-    WIDES: tl.constexpr,
     NARROW: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -212,18 +142,7 @@ def end_step_kernel(
         rank = tl.arange(0, BLOCK_D)  # [BLOCK_D]
         token = tl.load(accept_tokens + req * stride_tokens + rank, mask=rank < depth, other=0)
         bonus = tl.load(bonus_tokens + req)
-        _copy_narrow(
-            narrow_sources,
-            narrow_tables,
-            narrow_strides,
-            narrow_table_strides,
-            narrow_widths,
-            req,
-            row,
-            live,
-            NARROWS,
-            NARROW,
-        )
+        _copy_narrow(narrow, req, row, live, NARROW)
         tl.store(seq_lens_table + row, length, mask=live)
         # a root that the target did not choose is embedded, too
         tl.store(bonus_table + row, tl.maximum(bonus, 0), mask=live)
@@ -232,19 +151,7 @@ def end_step_kernel(
         tl.store(packed, tl.where(live, count, 0).to(tl.int64))
         tl.store(packed + 1 + rank, tl.where(live, token, 0), mask=rank < depth)
     else:
-        _copy_block(
-            wide_sources,
-            wide_tables,
-            wide_strides,
-            wide_table_strides,
-            wide_widths,
-            req,
-            row,
-            live,
-            tl.program_id(1) - 1,
-            WIDES,
-            BYTES,
-        )
+        _copy_block(wide, req, row, live, tl.program_id(1) - 1, BYTES)
 
 
 @triton.jit
