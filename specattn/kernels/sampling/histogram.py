@@ -62,19 +62,13 @@ def _scale_of(
 @triton.jit
 def count_kernel(
     logits,  # [R, V]
-    temperature,  # [B] float32
-    top_k,  # [B] int32
-    top_p,  # [B] float32
-    keys,  # [R, splits] int64
-    masses,  # [R, splits] float32
+    given,  # temperature, top-k, top-p, keys, masses: see `settings_of`
     levels,  # [R, splits] float32: what a split's larger logits are about
     thresholds,  # [R, 2] float32, out: bins per distance, until there is a cut
     counts,  # [R, BINS] int32, zeros, out: tokens by their distance from the peak
     vocab,
     stride,
     rows_per_req,
-    HAS_K: tl.constexpr,
-    HAS_P: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -83,18 +77,7 @@ def count_kernel(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits = tl.num_programs(1)
     inv_temperature, peak, total, _, _, share, by_count, by_mass = settings_of(
-        temperature,
-        top_k,
-        top_p,
-        keys,
-        masses,
-        row,
-        splits,
-        vocab,
-        rows_per_req,
-        HAS_K,
-        HAS_P,
-        BLOCK_P,
+        given, row, splits, vocab, rows_per_req, BLOCK_P
     )
     if by_count | by_mass:
         scale = _scale_of(
@@ -168,11 +151,7 @@ def _append(listed, filled, inside, token, KEPT: tl.constexpr):
 @triton.jit
 def gather_kernel(
     logits,  # [R, V]
-    temperature,  # [B] float32
-    top_k,  # [B] int32
-    top_p,  # [B] float32
-    keys,  # [R, splits] int64
-    masses,  # [R, splits] float32
+    given,  # temperature, top-k, top-p, keys, masses: see `settings_of`
     thresholds,  # [R, 2] float32: bins per distance
     counts,  # [R, BINS] int32
     lists,  # [R, thresholds, KEPT] int32, out: tokens of the bins that hold a cut
@@ -181,29 +160,18 @@ def gather_kernel(
     vocab,
     stride,
     rows_per_req,
-    HAS_K: tl.constexpr,
-    HAS_P: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BINS: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """List the tokens of the bins that hold thresholds; weigh nearer ones."""
+    HAS_K: tl.constexpr = given[1] is not None
+    HAS_P: tl.constexpr = given[2] is not None
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits = tl.num_programs(1)
     inv_temperature, peak, total, _, few, share, by_count, by_mass = settings_of(
-        temperature,
-        top_k,
-        top_p,
-        keys,
-        masses,
-        row,
-        splits,
-        vocab,
-        rows_per_req,
-        HAS_K,
-        HAS_P,
-        BLOCK_P,
+        given, row, splits, vocab, rows_per_req, BLOCK_P
     )
     if by_count | by_mass:
         scale = tl.load(thresholds + row * 2)

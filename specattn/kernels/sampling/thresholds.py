@@ -30,35 +30,25 @@ def merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P: tl.constex
 
 
 @triton.jit
-def settings_of(
-    temperature,
-    top_k,
-    top_p,
-    keys,
-    masses,
-    row,
-    splits,
-    vocab,
-    rows_per_req,
-    HAS_K: tl.constexpr,
-    HAS_P: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+def settings_of(given, row, splits, vocab, rows_per_req, BLOCK_P: tl.constexpr):
     """Return the settings of a row's distribution.
 
     They are the inverse temperature, the peak, the whole weight, the lowest peak of a split, top-k,
-    top-p, and whether each of the two removes tokens.
+    top-p, and whether each of the two removes tokens. They come of what is ``given``: temperatures
+    ``[B]`` float32, top-k ``[B]`` int32 or None, top-p ``[B]`` float32 or None, and each split's
+    best key and weight, ``[R, splits]`` int64 and float32.
     """
+    temperature, top_k, top_p, keys, masses = given
     req = row // rows_per_req
     temp = tl.load(temperature + req)
     inv_temperature = inv_temperature_of(temp)
     _, peak, total, lowest = merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P)
     drawn = (temp != 0) & is_sound(peak)
     few = vocab
-    if HAS_K:
+    if top_k is not None:
         few = tl.load(top_k + req)
     share = tl.full([], 1.0, tl.float32)
-    if HAS_P:
+    if top_p is not None:
         share = tl.load(top_p + req)
     by_count = drawn & (few > 0) & (few < vocab)
     return inv_temperature, peak, total, lowest, few, share, by_count, drawn & (share < 1)

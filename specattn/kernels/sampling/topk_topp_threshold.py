@@ -196,11 +196,7 @@ def _nth_at(row, vocab, peak, threshold, nth, BLOCK: tl.constexpr):
 @triton.jit
 def threshold_kernel(
     logits,  # [R, V]
-    temperature,  # [B] float32
-    top_k,  # [B] int32
-    top_p,  # [B] float32
-    keys,  # [R, splits] int64
-    masses,  # [R, splits] float32
+    given,  # temperature, top-k, top-p, keys, masses: see `settings_of`
     thresholds,  # [R, 2] float32, out: distance up to which tokens are kept, and their weight
     lasts,  # [R] int32, out: the last token that is kept at that distance
     lists,  # [R, thresholds, KEPT] int32: tokens around a threshold; scratch if they are more
@@ -209,27 +205,16 @@ def threshold_kernel(
     stride,
     rows_per_req,
     splits,
-    HAS_K: tl.constexpr,
-    HAS_P: tl.constexpr,
     BLOCK_P: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Find the distance, and the last token there, that rows keep."""
+    HAS_K: tl.constexpr = given[1] is not None
+    HAS_P: tl.constexpr = given[2] is not None
     row = tl.program_id(0).to(tl.int64)
     inv_temperature, peak, total, lowest, few, share, by_count, by_mass = settings_of(
-        temperature,
-        top_k,
-        top_p,
-        keys,
-        masses,
-        row,
-        splits,
-        vocab,
-        rows_per_req,
-        HAS_K,
-        HAS_P,
-        BLOCK_P,
+        given, row, splits, vocab, rows_per_req, BLOCK_P
     )
     logits += row * stride
     lists += row * (HAS_K + HAS_P) * KEPT

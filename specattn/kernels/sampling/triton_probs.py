@@ -33,13 +33,12 @@ def peaks_kernel(
     temperature,  # [B] float32
     keys,  # [R, splits] int64, out: the most probable token of each split
     masses,  # [R, splits] float32, out: weights relative to it
-    levels,  # [R, splits] float32, out if TRUNCATE: what its larger logits are about, -inf if none
-    counts,  # [R, BINS] int32, out if TRUNCATE: zeros
-    notes,  # [R, 8] int64, out if TRUNCATE: zeros
+    levels,  # [R, splits] float32, out: what its larger logits are about, -inf if none; or None
+    counts,  # [R, BINS] int32, out: zeros; or None
+    notes,  # [R, 8] int64, out: zeros; or None
     vocab,
     stride,
     rows_per_req,
-    TRUNCATE: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -63,7 +62,7 @@ def peaks_kernel(
         tile = tl.where(better, i, tile)
     tl.store(keys + row * splits + split, tl.max(ranked(best, tile * BLOCK + lane), 0))
     tl.store(masses + row * splits + split, tl.sum(mass, 0))
-    if TRUNCATE:
+    if levels is not None:
         # of logits that were put out of reach, nothing is to be learnt
         usual = (best > -float("inf")) & (best > peak - 1e3)
         number = tl.sum(usual.to(tl.int32), 0)
@@ -86,14 +85,13 @@ def min_p_kernel(
     temperature,  # [B] float32
     keys,  # [R, splits] int64
     masses,  # [R, splits] float32
-    thresholds,  # [R, 2] float32
-    lasts,  # [R] int32
+    thresholds,  # [R, 2] float32, or None: all are kept
+    lasts,  # [R] int32, or None
     min_p,  # [B] float32
     left,  # [R, splits] float32, out: weights that min-p leaves, relative to the row's best token
     vocab,
     stride,
     rows_per_req,
-    TRUNCATE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -104,7 +102,7 @@ def min_p_kernel(
     temp = tl.load(temperature + row // rows_per_req)
     inv_temperature = inv_temperature_of(temp)
     _, peak, _, _ = merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P)
-    if TRUNCATE:
+    if thresholds is not None:
         threshold = tl.load(thresholds + row * 2)
         last = tl.load(lasts + row)
     mass = tl.zeros([BLOCK], tl.float32)
@@ -114,7 +112,7 @@ def min_p_kernel(
         distance = finite(peak) - load_scores(logits + row * stride, token, vocab)
         weight = tl.exp2(-distance * inv_temperature)
         kept = (token < vocab) & (weight >= least)
-        if TRUNCATE:
+        if thresholds is not None:
             kept = kept & _is_kept(distance, token, threshold, last)
         mass += tl.where(kept, weight, 0.0)
     tl.store(left + row * splits + split, tl.sum(mass, 0))
@@ -126,16 +124,14 @@ def probs_kernel(
     temperature,  # [B] float32
     keys,  # [R, splits] int64
     masses,  # [R, splits] float32
-    thresholds,  # [R, 2] float32
-    lasts,  # [R] int32
+    thresholds,  # [R, 2] float32, or None: all are kept
+    lasts,  # [R] int32, or None
     min_p,  # [B] float32, or None
-    left,  # [R, splits] float32: see `min_p_kernel`
+    left,  # [R, splits] float32, see `min_p_kernel`; or None
     probs,  # [R, V] float32, out
     vocab,
     stride,
     rows_per_req,
-    HAS_M: tl.constexpr,
-    TRUNCATE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -147,11 +143,11 @@ def probs_kernel(
     best, peak, total, _ = merge_splits(keys, masses, row, splits, inv_temperature, BLOCK_P)
     sound = is_sound(peak)
     one = (temp == 0) | (sound == 0)
-    if TRUNCATE:
+    if thresholds is not None:
         threshold = tl.load(thresholds + row * 2)
         total = tl.load(thresholds + row * 2 + 1)
         last = tl.load(lasts + row)
-    if HAS_M:
+    if min_p is not None:
         least = tl.load(min_p + row // rows_per_req)
         part = tl.arange(0, BLOCK_P)
         rest = tl.sum(tl.load(left + row * splits + part, mask=part < splits, other=0), 0)
@@ -164,9 +160,9 @@ def probs_kernel(
         distance = finite(peak) - score
         weight = tl.exp2(-distance * inv_temperature)
         prob = weight * scale
-        if TRUNCATE:
+        if thresholds is not None:
             prob = tl.where(_is_kept(distance, token, threshold, last), prob, 0.0)
-        if HAS_M:
+        if min_p is not None:
             prob = tl.where(weight >= least, prob, 0.0)
         prob = tl.where(one, (token == best).to(tl.float32), prob)
         prob = tl.where(sound, prob, float("nan"))
@@ -191,83 +187,65 @@ def target_probs(
     masses = probs.new_empty(rows, splits)
     common = (vocab, logits.stride(0), rows_per_req)
     block_p = triton.next_power_of_2(splits)
+    bins = BINS * 2 if rows <= FEW_ROWS else BINS
+    thresholds = lasts = levels = counts = notes = left = None
     # of one token there is nothing to cut, and Triton 3.6 does not compile the kernel for it
     truncate = vocab > 1 and (top_k is not None or top_p is not None)
-    thresholds, lasts = masses, keys
-    levels, counts, notes = masses, keys, keys
-    bins = BINS * 2 if rows <= FEW_ROWS else BINS
     if truncate:
         thresholds, lasts = probs.new_empty(rows, 2), keys.new_empty(rows, dtype=torch.int32)
         levels, notes = torch.empty_like(masses), keys.new_empty(rows, 8)
         counts = lasts.new_empty(rows, bins)
     peaks_kernel[(rows, splits)](
-        logits,
-        temperature,
-        keys,
-        masses,
-        levels,
-        counts,
-        notes,
-        *common,
-        TRUNCATE=truncate,
-        BINS=bins,
-        BLOCK=BLOCK,
+        logits, temperature, keys, masses, levels, counts, notes, *common, BINS=bins, BLOCK=BLOCK
     )
     if truncate:
-        shared = (
-            logits,
-            temperature,
-            temperature if top_k is None else top_k,
-            temperature if top_p is None else top_p,
-            keys,
-            masses,
+        given = temperature, top_k, top_p, keys, masses
+        lists = keys.new_empty(
+            rows, sum(by is not None for by in (top_k, top_p)), KEPT, dtype=torch.int32
         )
-        settings = {"HAS_K": top_k is not None, "HAS_P": top_p is not None, "BLOCK_P": block_p}
-        lists = lasts.new_empty(rows, sum(by is not None for by in (top_k, top_p)), KEPT)
         count_kernel[(rows, splits)](
-            *shared,
+            logits,
+            given,
             levels,
             thresholds,
             counts,
             *common,
-            **settings,
+            BLOCK_P=block_p,
             BINS=bins,
             BLOCK=BLOCK,
             num_warps=4 if bins == BINS else 8,
         )
         gather_kernel[(rows, splits)](
-            *shared,
+            logits,
+            given,
             thresholds,
             counts,
             lists,
             notes,
             *common,
-            **settings,
+            BLOCK_P=block_p,
             BINS=bins,
             KEPT=KEPT,
             BLOCK=BLOCK // 2,
             num_warps=8,
         )
         threshold_kernel[(rows,)](
-            *shared,
+            logits,
+            given,
             thresholds,
             lasts,
             lists,
             notes,
             *common,
             splits,
-            **settings,
+            BLOCK_P=block_p,
             KEPT=KEPT,
             BLOCK=THRESHOLD_BLOCK,
             num_warps=16,
         )
     kept = logits, temperature, keys, masses, thresholds, lasts
-    tiles = {"TRUNCATE": truncate, "BLOCK_P": block_p, "BLOCK": BLOCK}
-    left = masses
     if min_p is not None:
         left = torch.empty_like(masses)
-        min_p_kernel[(rows, splits)](*kept, min_p, left, *common, **tiles)
-    probs_kernel[(rows, splits)](
-        *kept, min_p, left, probs, *common, HAS_M=min_p is not None, **tiles
-    )
+        min_p_kernel[(rows, splits)](*kept, min_p, left, *common, BLOCK_P=block_p, BLOCK=BLOCK)
+    probs_kernel[(rows, splits)](*kept, min_p, left, probs, *common, BLOCK_P=block_p, BLOCK=BLOCK)
     return probs
