@@ -76,7 +76,7 @@ class Launch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [value for value in self.arguments.values() if isinstance(value, Tensor)]
+        return [leaf for leaf in _leaves(*self.arguments.values()) if isinstance(leaf, Tensor)]
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -96,6 +96,12 @@ class Launch:
 
     def compile(self) -> Any:
         return self.kernel.run(grid=(1,), warmup=True, **self.arguments)
+
+
+def _leaves(*values: Any) -> Iterator[Any]:
+    """Yield arguments, and those in tuples one by one."""
+    for value in values:
+        yield from _leaves(*value) if isinstance(value, tuple) else [value]
 
 
 class OfflineDriver:

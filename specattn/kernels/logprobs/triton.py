@@ -21,10 +21,13 @@ BLOCK = 4096
 
 
 @triton.jit
-def _scores(
-    logits, processed, probs, stride_req, stride_node, req, node, nodes, kind, token, vocab
-):
-    """Load what one node's request wants, as logits; NaN is +inf."""
+def _scores(inputs, req, node, nodes, kind, token, vocab):
+    """Load what one node's request wants, as logits; NaN is +inf.
+
+    The inputs are logits ``[B, n, V]`` and two of their strides, processed logits and
+    probabilities, ``[B, n, V]`` or None each.
+    """
+    logits, stride_req, stride_node, processed, probs = inputs
     live = token < vocab
     row = (req * nodes + node) * vocab + token
     at = req * stride_req + node * stride_node + token
@@ -41,9 +44,7 @@ def _scores(
 
 @triton.jit
 def logprobs_splits_kernel(
-    logits,  # [B, n, V]
-    processed,  # [B, n, V], or None
-    probs,  # [B, n, V], or None
+    inputs,  # see `_scores`
     accept_index,  # [B, D] int32
     accept_lens,  # [B] int32
     rows,  # [B] int64
@@ -54,8 +55,6 @@ def logprobs_splits_kernel(
     depth,
     nodes,
     vocab,
-    stride_req,
-    stride_node,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -70,19 +69,7 @@ def logprobs_splits_kernel(
     if (count >= 0) & (rank < tl.load(accept_lens + req)):
         node = tl.load(accept_index + place).to(tl.int64)
         token = split * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-        score = _scores(
-            logits,
-            processed,
-            probs,
-            stride_req,
-            stride_node,
-            req,
-            node,
-            nodes,
-            tl.load(sources + row),
-            token,
-            vocab,
-        )
+        score = _scores(inputs, req, node, nodes, tl.load(sources + row), token, vocab)
         cell = place * tl.num_programs(1) + split
         peak = finite(tl.max(score, 0))
         tl.store(sums + cell * 2, peak)
@@ -96,9 +83,7 @@ def logprobs_splits_kernel(
 
 @triton.jit
 def logprobs_merge_kernel(
-    logits,  # [B, n, V]
-    processed,  # [B, n, V], or None
-    probs,  # [B, n, V], or None
+    inputs,  # see `_scores`
     accept_index,  # [B, D] int32
     accept_tokens,  # [B, D] int64
     accept_lens,  # [B] int32
@@ -114,8 +99,6 @@ def logprobs_merge_kernel(
     nodes,
     vocab,
     splits,
-    stride_req,
-    stride_node,
     stride_values,
     stride_values_req,
     stride_ids,
@@ -143,19 +126,8 @@ def logprobs_merge_kernel(
         values = values_out + at * stride_values + req * stride_values_req + rank * (1 + K)
         ids = ids_out + at * stride_ids + req * stride_ids_req + rank * (1 + K)
         token = tl.load(accept_tokens + place)
-        score = _scores(
-            logits,
-            processed,
-            probs,
-            stride_req,
-            stride_node,
-            req,
-            tl.load(accept_index + place).to(tl.int64),
-            nodes,
-            tl.load(sources + row),
-            token,
-            vocab,
-        )
+        node = tl.load(accept_index + place).to(tl.int64)
+        score = _scores(inputs, req, node, nodes, tl.load(sources + row), token, vocab)
         # the peak first: the difference of logits is exact where it matters
         tl.store(values, (score - top) - total)
         tl.store(ids, token)
@@ -193,11 +165,11 @@ def path_logprobs(
     splits = triton.cdiv(vocab, BLOCK)
     keys = torch.empty(batch * depth, splits, most, dtype=torch.int64, device=logits.device)
     sums = torch.empty(batch * depth, splits, 2, dtype=torch.float32, device=logits.device)
-    inputs, strides = (logits, processed, accepted.probs), (logits.stride(0), logits.stride(1))
+    inputs = logits, *logits.stride()[:2], processed, accepted.probs
     sizes = {"K": most, "BLOCK_K": triton.next_power_of_2(max(most, 1))}
     options = launch_options(logits.device)
     logprobs_splits_kernel[(batch * depth, splits)](
-        *inputs,
+        inputs,
         accepted.accept_index,
         accepted.accept_lens,
         rows,
@@ -208,14 +180,13 @@ def path_logprobs(
         depth,
         nodes,
         vocab,
-        *strides,
         **sizes,
         BLOCK=BLOCK,
         **options,
     )
     width = triton.next_power_of_2(max(splits * most, 1))
     logprobs_merge_kernel[(batch * depth,)](
-        *inputs,
+        inputs,
         accepted.accept_index,
         accepted.accept_tokens,
         accepted.accept_lens,
@@ -231,11 +202,8 @@ def path_logprobs(
         nodes,
         vocab,
         splits,
-        *strides,
-        values_out.stride(0),
-        values_out.stride(1),
-        ids_out.stride(0),
-        ids_out.stride(1),
+        *values_out.stride()[:2],
+        *ids_out.stride()[:2],
         **sizes,
         BLOCK=width,
         BLOCK_P=triton.next_power_of_2(splits),

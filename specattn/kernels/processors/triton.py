@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from specattn.batch import DraftTree
     from specattn.kernels.processors import ProcessorColumns
 
+PENALTIES = tl.constexpr(bits.PENALTIES)
+BIAS = tl.constexpr(bits.BIAS)
+BAD_WORDS = tl.constexpr(bits.BAD_WORDS)
+ALLOWED = tl.constexpr(bits.ALLOWED)
+BITMASK = tl.constexpr(bits.BITMASK)
+ENDS = tl.constexpr(bits.ENDS)
+
 # tokens that a program processes
 BLOCK = 2048
 
@@ -46,30 +53,22 @@ def _mask(score, token, live, words):
 
 
 @triton.jit
-def _process(
-    score,
-    token,
-    live,
-    kind,
-    history,
-    penalties,
-    allowed,
-    bitmask,
-    tokens,
-    words,
-    nodes,
-    PENALTIES: tl.constexpr,
-    ALLOWED: tl.constexpr,
-    BITMASK: tl.constexpr,
-):
-    """Return biased logits after penalties and masks."""
+def _process(score, token, live, kind, asked, row, flat, tokens, words, nodes, vocab):
+    """Return biased logits after penalties and masks.
+
+    What rows ask for are their history ``[R, V]`` int32, penalties ``[R, 3]`` float32 and allowed
+    tokens ``[R, ceil(V / 32)]`` int32; and the bitmask ``[B, n, ceil(V / 32)]`` int32, or None.
+    """
+    history, penalties, allowed, bitmask = asked
+    wide = tl.cdiv(vocab, 32)
     if (kind & PENALTIES) != 0:
-        score = _penalise(score, token, live, history, tokens, words, nodes, penalties)
+        history += row * vocab
+        score = _penalise(score, token, live, history, tokens, words, nodes, penalties + row * 3)
     if (kind & ALLOWED) != 0:
-        score = _mask(score, token, live, allowed)
+        score = _mask(score, token, live, allowed + row * wide)
     if bitmask is not None:  # noqa: SIM102  # known when the kernel is compiled; the next is not
         if (kind & BITMASK) != 0:
-            score = _mask(score, token, live, bitmask)
+            score = _mask(score, token, live, bitmask + flat * wide)
     return score
 
 
@@ -81,18 +80,12 @@ def process_kernel(
     words,  # [B, n, W] int64
     rows,  # [B] int64
     kinds,  # [R] int32
-    history,  # [R, V] int32
-    penalties,  # [R, 3] float32
-    allowed,  # [R, ceil(V / 32)] int32
-    bitmask,  # [B, n, ceil(V / 32)] int32, or None
+    asked,  # see `_process`
     nodes,
     vocab,
     num_words,
     stride_req,
     stride_node,
-    PENALTIES: tl.constexpr,
-    ALLOWED: tl.constexpr,
-    BITMASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Process a block of a node's logits, but for what lists say."""
@@ -104,26 +97,10 @@ def process_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     live = token < vocab
     score = tl.load(logits + req * stride_req + node * stride_node + token, mask=live, other=0)
-    wide = tl.cdiv(vocab, 32)
-    masks = None
-    if bitmask is not None:
-        masks = bitmask + flat * wide
-    score = _process(
-        score.to(tl.float32),
-        token,
-        live,
-        kind,
-        history + row * vocab,
-        penalties + row * 3,
-        allowed + row * wide,
-        masks,
-        tokens + req * nodes,
-        words + flat * num_words,
-        nodes,
-        PENALTIES,
-        ALLOWED,
-        BITMASK,
-    )
+    tokens += req * nodes
+    words += flat * num_words
+    score = score.to(tl.float32)
+    score = _process(score, token, live, kind, asked, row, flat, tokens, words, nodes, vocab)
     tl.store(out + flat * vocab + token, score, mask=live)
 
 
@@ -154,10 +131,7 @@ def lists_kernel(
     positions,  # [B, n] int64
     rows,  # [B] int64
     kinds,  # [R] int32
-    history,  # [R, V] int32
-    penalties,  # [R, 3] float32
-    allowed,  # [R, ceil(V / 32)] int32
-    bitmask,  # [B, n, ceil(V / 32)] int32, or None
+    asked,  # see `_process`
     bias_ids,  # [R, C] int32
     bias_values,  # [R, C] float32
     bad_words,  # [R, S, LENGTH] int32
@@ -172,12 +146,6 @@ def lists_kernel(
     num_ends,
     stride_req,
     stride_node,
-    PENALTIES: tl.constexpr,
-    BIAS: tl.constexpr,
-    BAD_WORDS: tl.constexpr,
-    ALLOWED: tl.constexpr,
-    BITMASK: tl.constexpr,
-    ENDS: tl.constexpr,
     LENGTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -190,10 +158,6 @@ def lists_kernel(
     kind = tl.load(kinds + row)
     tokens += req * nodes
     words += flat * num_words
-    wide = tl.cdiv(vocab, 32)
-    masks = None
-    if bitmask is not None:
-        masks = bitmask + flat * wide
     if (kind & BIAS) != 0:
         for start in range(0, num_biases, BLOCK_C):
             at = start + tl.arange(0, BLOCK_C)  # [BLOCK_C]
@@ -204,20 +168,7 @@ def lists_kernel(
             ).to(tl.float32)
             score += tl.load(bias_values + row * num_biases + at, mask=live, other=0)
             score = _process(
-                score,
-                token,
-                live,
-                kind,
-                history + row * vocab,
-                penalties + row * 3,
-                allowed + row * wide,
-                masks,
-                tokens,
-                words,
-                nodes,
-                PENALTIES,
-                ALLOWED,
-                BITMASK,
+                score, token, live, kind, asked, row, flat, tokens, words, nodes, vocab
             )
             tl.store(out + flat * vocab + token, score, mask=live)
         # another thread may make one of these tokens impossible
@@ -248,8 +199,7 @@ def process_logits(
     out = torch.empty(batch, nodes, vocab, dtype=torch.float32, device=logits.device)
     if not batch:
         return out
-    dense = columns.kinds, columns.history, columns.penalties, columns.allowed, bitmask
-    masks = {"PENALTIES": bits.PENALTIES, "ALLOWED": bits.ALLOWED, "BITMASK": bits.BITMASK}
+    asked = columns.history, columns.penalties, columns.allowed, bitmask
     num_biases, num_ends = columns.bias_ids.shape[1], columns.end_ids.shape[1]
     _, num_bad, length = columns.bad_words.shape
     process_kernel[(nodes, triton.cdiv(vocab, BLOCK), batch)](
@@ -258,12 +208,12 @@ def process_logits(
         tree.tokens,
         tree.words,
         rows,
-        *dense,
+        columns.kinds,
+        asked,
         nodes,
         vocab,
         tree.words.shape[2],
         *logits.stride()[:2],
-        **masks,
         BLOCK=BLOCK,
     )
     lists_kernel[(nodes, batch)](
@@ -273,7 +223,8 @@ def process_logits(
         tree.words,
         tree.positions,
         rows,
-        *dense,
+        columns.kinds,
+        asked,
         columns.bias_ids,
         columns.bias_values,
         columns.bad_words,
@@ -287,10 +238,6 @@ def process_logits(
         num_bad,
         num_ends,
         *logits.stride()[:2],
-        **masks,
-        BIAS=bits.BIAS,
-        BAD_WORDS=bits.BAD_WORDS,
-        ENDS=bits.ENDS,
         LENGTH=length,
         BLOCK_C=LISTED,
         BLOCK_S=triton.next_power_of_2(num_bad),
