@@ -96,7 +96,7 @@ def copy_in_rows(
             None if mask is None else mask.view(torch.uint8),
             req_to_token,
             *out,
-            *((None,) * 6 if window is None else window.tensors()),
+            None if window is None else window.arguments(),
             n,
             counted,
             req_to_token.shape[1],
@@ -108,7 +108,7 @@ def copy_in_rows(
             out.slots.stride(0),
             out.store.stride(0),
             out.positions.stride(0),
-            *((0, 0, 1) if window is None else window.numbers()),
+            PAGE=1 if window is None else window.page_size,
             PREFIX=kind == "prefix",
             FULL=kind.startswith("full") and mask is not None,
             BITS=kind.endswith("bits"),
@@ -253,8 +253,6 @@ def copy_in_prompts(
         programs = cdiv(max(batch, tokens, 1), block)
         # of a window table every request's row has a program
         programs = programs if window is None else max(programs, batch)
-        table, lens, _, store, _ = (None,) * 5 if window is None else window.tensors()[1:]
-        stride_window, keys, page_size = (0, 0, 1) if window is None else window.numbers()
         launch.copy_in_prompts_kernel[(programs,)](
             rows,
             prefix_lens,
@@ -265,18 +263,13 @@ def copy_in_prompts(
             indptr_out,
             slots_out,
             req_to_token,
-            None if window is None else window.slot_map,
-            table,
-            lens,
-            store,
+            None if window is None else window.arguments(),
             batch,
             tokens,
             req_to_token.shape[1],
             slots.stride(0),
             req_to_token.stride(0),
-            stride_window,
-            keys,
-            PAGE=page_size,
+            PAGE=1 if window is None else window.page_size,
             BLOCK=block,
             num_warps=4,
             **launch_options(rows_out.device),

@@ -98,10 +98,7 @@ class Window:
         views = (tensor[:batch] for tensor in written)
         return Window(self.slot_map, self.keys, self.page_size, *views)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the map and what is written, as kernels take it."""
-        return self.slot_map, self.table, self.seq_lens, self.slots, self.store, self.positions
-
-    def numbers(self) -> tuple[int, int, int]:
-        """Return the table's row stride, the keys and the page size."""
-        return self.table.stride(0), self.keys, self.page_size
+    def arguments(self) -> tuple[Tensor | int, ...]:
+        """Return what kernels take: tensors, the table's row stride, the keys."""
+        written = self.table, self.seq_lens, self.slots, self.store, self.positions
+        return self.slot_map, *written, self.table.stride(0), self.keys

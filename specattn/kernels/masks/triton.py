@@ -47,28 +47,24 @@ def _window_row(
     prefix,
     new,
     req_to_token,
-    slot_map,
-    window_table,  # [B, columns] int32, out
-    window_lens,  # [B] int32, out
-    keys,
-    context,
     stride_table,
-    stride_window,
+    context,
+    window,  # see `Window.arguments`
     first,
     step,
     PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Write some blocks of a request's window table; return where it begins."""
+    slot_map, table, lens, _, _, _, stride_window, keys = window
     start = tl.maximum(prefix - keys, 0) // PAGE * PAGE
     if first == 0:
-        tl.store(window_lens + req, (prefix - start).to(tl.int32))
+        tl.store(lens + req, (prefix - start).to(tl.int32))
     for begin in range(first, prefix - start + new, step):
-        at = begin + tl.arange(0, BLOCK)  # [BLOCK]
+        at = begin + tl.arange(0, TABLE_BLOCK)  # [TABLE_BLOCK]
         ok = at < prefix - start + new
         slot = _from_table(req_to_token, row, stride_table, start + at, context, ok)
         slot = tl.maximum(_mapped(slot_map, slot, ok), 0)
-        tl.store(window_table + req * stride_window + at, slot, mask=ok)
+        tl.store(table + req * stride_window + at, slot, mask=ok)
     return start
 
 
@@ -100,12 +96,7 @@ def copy_in_rows_kernel(
     store_out,  # [B, n] int32, out
     positions_out,  # [B, n] int64, out
     words_out,  # [B, n, W] int64, out
-    slot_map,  # [slots], or None: no layer has a window pool
-    window_table,  # [B, columns] int32, out
-    window_lens,  # [B] int32, out
-    window_slots,  # [B, n] int32, out
-    window_store,  # [B, n] int32, out
-    window_positions,  # [B, n] int64, out
+    window,  # see `Window.arguments`; or None: no layer has a window pool
     n,
     counted,
     context,
@@ -119,8 +110,6 @@ def copy_in_rows_kernel(
     stride_slots_out,
     stride_store_out,
     stride_positions_out,
-    stride_window,
-    window_keys,
     PAGE: tl.constexpr,
     PREFIX: tl.constexpr,
     FULL: tl.constexpr,
@@ -141,7 +130,7 @@ def copy_in_rows_kernel(
         rows_out,
         seq_lens_out,
         tl.program_id(1) == 0,
-        TABLE=slots is None or slot_map is not None,
+        TABLE=slots is None or window is not None,
     )
     node = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     ok = node < n
@@ -189,26 +178,12 @@ def copy_in_rows_kernel(
         at = req * stride_position + node * stride_position_n
         position = tl.load(positions + at, mask=ok, other=0).to(tl.int64)
     tl.store(positions_out + req * stride_positions_out + node, position, mask=ok)
-    if slot_map is not None:
+    if window is not None:
+        slot_map, _, _, window_slots, window_store, window_positions, _, _ = window
         block = tl.program_id(1) * TABLE_BLOCK
         step = tl.num_programs(1) * TABLE_BLOCK
         start = _window_row(
-            req,
-            row,
-            prefix,
-            0,
-            req_to_token,
-            slot_map,
-            window_table,
-            window_lens,
-            window_keys,
-            context,
-            stride_table,
-            stride_window,
-            block,
-            step,
-            PAGE,
-            TABLE_BLOCK,
+            req, row, prefix, 0, req_to_token, stride_table, context, window, block, step, PAGE
         )
         tl.store(window_positions + req * n + node, position - start, mask=ok)
         slot = _mapped(slot_map, given, ok)
@@ -289,17 +264,12 @@ def copy_in_prompts_kernel(
     indptr_out,  # [B + 1] int32, out
     slots_out,  # [T] int32, out
     req_to_token,  # [R, context] int32
-    slot_map,  # [slots], or None
-    window_table,  # [B, columns] int32, out
-    window_lens,  # [B] int32, out
-    window_store,  # [T] int32, out
+    window,  # see `Window.arguments`; or None
     batch,
     tokens,
     context,
     stride_slot,
     stride_table,
-    stride_window,
-    window_keys,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -310,27 +280,17 @@ def copy_in_prompts_kernel(
     at = begin + tl.arange(0, BLOCK)  # [BLOCK]
     slot = tl.load(slots + at * stride_slot, mask=at < tokens, other=0)
     tl.store(slots_out + at, slot.to(tl.int32), mask=at < tokens)
-    if slot_map is not None:
+    if window is not None:
+        slot_map, _, _, _, window_store, _, _, _ = window
         tl.store(window_store + at, _mapped(slot_map, slot, at < tokens), mask=at < tokens)
         req = tl.program_id(0).to(tl.int64)
         if req < batch:
+            row = tl.load(rows + req).to(tl.int64)
+            prefix = tl.load(prefix_lens + req).to(tl.int64)
+            new = tl.load(new_lens + req).to(tl.int64)
+            step = TABLE_BLOCK
             _window_row(
-                req,
-                tl.load(rows + req).to(tl.int64),
-                tl.load(prefix_lens + req).to(tl.int64),
-                tl.load(new_lens + req).to(tl.int64),
-                req_to_token,
-                slot_map,
-                window_table,
-                window_lens,
-                window_keys,
-                context,
-                stride_table,
-                stride_window,
-                0,
-                TABLE_BLOCK,
-                PAGE,
-                TABLE_BLOCK,
+                req, row, prefix, new, req_to_token, stride_table, context, window, 0, step, PAGE
             )
     if begin < batch:
         earlier = tl.zeros([], tl.int64)
