@@ -51,18 +51,14 @@ def store_kv(
     if on_triton(k):
         (tokens, heads, k_dim), v_dim = k.shape, v.shape[-1]
         launch.store_kernel[(tokens,)](
-            k,
-            v,
-            k_cache,
-            v_cache,
+            (k, *k.stride()[:2]),
+            (v, *v.stride()[:2]),
+            (k_cache, *k_cache.stride()[:2]),
+            (v_cache, *v_cache.stride()[:2]),
             slots,
             1 / k_scale,
             1 / v_scale,
             slots.stride(0),
-            *k.stride()[:2],
-            *v.stride()[:2],
-            *k_cache.stride()[:2],
-            *v_cache.stride()[:2],
             Q_LEN=slots.shape[1],
             K_DIM=k_dim,
             V_DIM=v_dim,
@@ -121,8 +117,8 @@ def commit_kv(
         block = min(max(4096 // nodes, 16), power_of_2(heads * max(k_dim, v_dim)))
         blocks = cdiv(heads * k_dim, block) + cdiv(heads * v_dim, block)
         launch.commit_kv_kernel[batch, len(k_pool), blocks](
-            k_first,
-            v_first,
+            (k_first, k_layer, *k_first.stride()[:2]),
+            (v_first, v_layer, *v_first.stride()[:2]),
             tail_slots,
             accept_index,
             tail_slots if offsets is None else offsets,
@@ -130,10 +126,6 @@ def commit_kv(
             width,
             tail_slots.stride(0),
             accept_index.stride(0),
-            k_layer,
-            *k_first.stride()[:2],
-            v_layer,
-            *v_first.stride()[:2],
             K_DIM=k_dim,
             V_DIM=v_dim,
             K_SIZE=heads * k_dim,

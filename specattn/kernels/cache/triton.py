@@ -25,23 +25,30 @@ def as_stored(values, factor, cache):
 
 
 @triton.jit
+def _store_row(
+    new, cache, factor, token, slot, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store one token's heads; each side is a tensor and two strides."""
+    source, stride_token, stride_head = new
+    target, stride_slot, stride_target_head = cache
+    flat = tl.arange(0, BLOCK)  # [BLOCK]
+    head, dim = flat // DIM, flat % DIM
+    at = source + token * stride_token + head * stride_head + dim
+    values = as_stored(tl.load(at, mask=flat < SIZE, other=0), factor, target)
+    to = target + slot * stride_slot + head * stride_target_head + dim
+    tl.store(to, values, mask=(flat < SIZE) & (slot >= 0))
+
+
+@triton.jit
 def store_kernel(
-    k,  # [T, heads, k_dim]
-    v,  # [T, heads, v_dim]
-    k_cache,  # [slots, heads, k_dim], out
-    v_cache,  # [slots, heads, v_dim], out
+    k,  # [T, heads, k_dim], and the strides of tokens and heads
+    v,  # [T, heads, v_dim], the same
+    k_cache,  # [slots, heads, k_dim], out, and the strides of slots and heads
+    v_cache,  # [slots, heads, v_dim], out, the same
     slots,  # [B, Q_LEN]; those below 0 are skipped
     k_factor,
     v_factor,
     stride_slot,
-    stride_kt,
-    stride_kh,
-    stride_vt,
-    stride_vh,
-    stride_kc,
-    stride_kch,
-    stride_vc,
-    stride_vch,
     Q_LEN: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -52,27 +59,15 @@ def store_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token // Q_LEN * stride_slot + token % Q_LEN).to(tl.int64)
-
-    flat = tl.arange(0, K_BLOCK)  # [K_BLOCK]
-    head, dim = flat // K_DIM, flat % K_DIM
-    values = tl.load(k + token * stride_kt + head * stride_kh + dim, mask=flat < K_SIZE, other=0)
-    values = as_stored(values, k_factor, k_cache)
-    stored = (flat < K_SIZE) & (slot >= 0)
-    tl.store(k_cache + slot * stride_kc + head * stride_kch + dim, values, mask=stored)
-
-    flat = tl.arange(0, V_BLOCK)  # [V_BLOCK]
-    head, dim = flat // V_DIM, flat % V_DIM
-    values = tl.load(v + token * stride_vt + head * stride_vh + dim, mask=flat < V_SIZE, other=0)
-    values = as_stored(values, v_factor, v_cache)
-    stored = (flat < V_SIZE) & (slot >= 0)
-    tl.store(v_cache + slot * stride_vc + head * stride_vch + dim, values, mask=stored)
+    _store_row(k, k_cache, k_factor, token, slot, K_DIM, K_SIZE, K_BLOCK)
+    _store_row(v, v_cache, v_factor, token, slot, V_DIM, V_SIZE, V_BLOCK)
 
 
 @triton.jit
 def _move_block(
     pool,
-    stride_slot,
-    stride_head,
+    layer,
+    offsets,
     source,
     target,
     moving,
@@ -80,20 +75,23 @@ def _move_block(
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
+    first, stride_layer, stride_slot, stride_head = pool
+    first += tl.load(offsets + layer) * UNIT if UNIT else layer * stride_layer
     column = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     offset = column // DIM * stride_head + column % DIM
     mask = moving[:, None] & (column < SIZE)[None, :]  # [NODES, BLOCK]
-    rows = tl.load(pool + source[:, None] * stride_slot + offset[None, :], mask=mask, other=0)
+    rows = tl.load(first + source[:, None] * stride_slot + offset[None, :], mask=mask, other=0)
     # A slot may be the source of one row and the target of another.
     tl.debug_barrier()
-    tl.store(pool + target[:, None] * stride_slot + offset[None, :], rows, mask=mask)
+    tl.store(first + target[:, None] * stride_slot + offset[None, :], rows, mask=mask)
 
 
 @triton.jit
 def commit_kv_kernel(
-    k_pool,  # [layers, slots, heads, K_DIM], in place
-    v_pool,  # [layers, slots, heads, V_DIM], in place
+    k_pool,  # [layers, slots, heads, K_DIM], in place, and its first three strides
+    v_pool,  # [layers, slots, heads, V_DIM], in place, the same
     tail_slots,  # [B, n] int32
     accept_index,  # [B, width] int32
     offsets,  # [2, layers] int64, if UNIT
@@ -101,12 +99,6 @@ def commit_kv_kernel(
     width,
     stride_tail,
     stride_accept,
-    stride_kl,
-    stride_ks,
-    stride_kh,
-    stride_vl,
-    stride_vs,
-    stride_vh,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     K_SIZE: tl.constexpr,
@@ -128,33 +120,14 @@ def commit_kv_kernel(
     moving = known & (source != target) & (source >= 0) & (target >= 0)
     k_blocks = tl.cdiv(K_SIZE, BLOCK)
     if block < k_blocks:
-        offset = tl.load(offsets + layer) * UNIT if UNIT else layer * stride_kl
         _move_block(
-            k_pool + offset,
-            stride_ks,
-            stride_kh,
-            source,
-            target,
-            moving,
-            block,
-            K_DIM,
-            K_SIZE,
-            BLOCK,
+            k_pool, layer, offsets, source, target, moving, block, K_DIM, K_SIZE, BLOCK, UNIT
         )
     else:
         offsets += tl.num_programs(1)
-        offset = tl.load(offsets + layer) * UNIT if UNIT else layer * stride_vl
+        block -= k_blocks
         _move_block(
-            v_pool + offset,
-            stride_vs,
-            stride_vh,
-            source,
-            target,
-            moving,
-            block - k_blocks,
-            V_DIM,
-            V_SIZE,
-            BLOCK,
+            v_pool, layer, offsets, source, target, moving, block, V_DIM, V_SIZE, BLOCK, UNIT
         )
 
 
