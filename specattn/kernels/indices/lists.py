@@ -33,6 +33,10 @@ class KeySlots(NamedTuple):
     seq_lens: Tensor
     tail: Tensor
 
+    def arguments(self) -> tuple[Tensor | int, ...]:
+        """Return what kernels take: the tensors, row strides of table and tail."""
+        return *self, self.req_to_token.stride(0), self.tail.stride(0)
+
     def at(self, place: Tensor) -> Tensor:
         """Return slots ``[B, n]`` of keys at places ``[B, n]``."""
         (batch, tail), longest = self.tail.shape, self.req_to_token.shape[1]
@@ -71,19 +75,14 @@ def fill_lists(
         block = 512
         programs = programs_per_row(batch, cdiv(width + tail, block))
         launch.fill_lists_kernel[batch, programs](
-            req_to_token,
-            rows,
-            seq_lens,
+            keys.arguments(),
             positions,
-            tail_slots,
             kv_indptr,
             kv_indices,
             positions.shape[1],
             tail,
             window_left,
-            req_to_token.stride(0),
             positions.stride(0),
-            tail_slots.stride(0),
             WINDOW=window_left >= 0,
             BLOCK=block,
             BLOCK_Q=power_of_2(positions.shape[1]),
@@ -150,15 +149,13 @@ def fill_draft_kv(keys: KeySlots, words: Tensor, *, kv_indptr: Tensor, kv_indice
         block = min(1024, power_of_2(max_len))
         programs = programs_per_row(batch * topk * steps, cdiv(max_len, block))
         launch.fill_draft_kv_kernel[batch * topk, programs, steps](
-            *keys,
+            keys.arguments(),
             words,
             kv_indptr,
             kv_indices,
             steps,
             max_len,
             kv_indices.shape[1],
-            req_to_token.stride(0),
-            branch_slots.stride(0),
             kv_indptr.stride(0),
             kv_indices.stride(0),
             TOPK=topk,

@@ -45,14 +45,12 @@ def fill_window(keys: KeySlots, *, positions_out: Tensor | None = None) -> None:
     if on_triton(seq_lens):
         steps, topk = (0, 1) if positions_out is None else positions_out.shape[1:]
         launch.fill_window_kernel[(batch,)](
-            *keys,
+            keys.arguments(),
             positions_out,
             req_to_token.shape[1],
             width,
             steps * topk,
             topk,
-            req_to_token.stride(0),
-            tail_slots.stride(0),
             *((0, 0) if positions_out is None else positions_out.stride()[:2]),
             POSITIONS=positions_out is not None,
             BLOCK_W=power_of_2(width),
@@ -98,15 +96,13 @@ def fill_block_table(
         block = min(256, power_of_2(width))
         programs = programs_per_row(len(table), cdiv(width, block))
         launch.fill_block_table_kernel[len(table), programs](
-            *keys,
+            keys.arguments(),
             table,
             lens,
             max_len,
             tail,
             lists,
             width,
-            req_to_token.stride(0),
-            tail_slots.stride(0),
             table.stride(0),
             PAGE=page_size,
             BLOCK=block,
@@ -210,7 +206,7 @@ def fill_page_table(
         block = min(1024, power_of_2(width))
         programs = programs_per_row(len(table), cdiv(width, block))
         launch.fill_page_table_kernel[len(table), programs](
-            *keys,
+            keys.arguments(),
             table,
             lens,
             max_len,
@@ -218,8 +214,6 @@ def fill_page_table(
             q_len,
             window_left,
             width,
-            req_to_token.stride(0),
-            tail_slots.stride(0),
             table.stride(0),
             WINDOW=window_left >= 0,
             BLOCK=block,

@@ -8,29 +8,25 @@ import triton.language as tl
 
 @triton.jit
 def fill_lists_kernel(
-    req_to_token,  # [rows, max_len] int32
-    req_pool_indices,  # [B] int64
-    seq_lens,  # [B] int32
+    keys,  # see `KeySlots.arguments`
     positions,  # [B, q_len] int64
-    tail_slots,  # [B, tail] int32
     kv_indptr,  # [B + 1] int32
     kv_indices,  # [kv_indptr[B]] int32, out
     q_len,
     tail,
     window_left,
-    stride_table,
     stride_positions,
-    stride_tail,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
     """Fill a share of one request's list."""
+    req_to_token, rows, seq_lens, tail_slots, stride_table, stride_tail = keys
     req = tl.program_id(0).to(tl.int64)
     begin = tl.load(kv_indptr + req).to(tl.int64)
     length = (tl.load(kv_indptr + req + 1) - begin).to(tl.int32)
     prefix = tl.load(seq_lens + req)
-    row = req_to_token + tl.load(req_pool_indices + req) * stride_table
+    row = req_to_token + tl.load(rows + req) * stride_table
     tail_slots += req * stride_tail
     seen = 0
     if WINDOW:
@@ -77,18 +73,13 @@ def _store_tail(
 
 @triton.jit
 def fill_draft_kv_kernel(
-    req_to_token,  # [rows, max_len] int32
-    req_pool_indices,  # [B] int64
-    seq_lens,  # [B] int32
-    branch_slots,  # [B, steps, TOPK] int32
+    keys,  # see `KeySlots.arguments`, with a tail [B, steps, TOPK]
     words,  # [B, steps, TOPK, W] int64
     kv_indptr,  # [steps, B * TOPK + 1] int32, out
     kv_indices,  # [steps, width] int32, out
     num_steps,
     max_len,
     width,
-    stride_table,
-    stride_slots,
     stride_indptr,
     stride_indices,
     TOPK: tl.constexpr,
@@ -99,6 +90,7 @@ def fill_draft_kv_kernel(
     BLOCK_S: tl.constexpr,
 ):
     """Fill a share of one branch's list at one step."""
+    req_to_token, rows, seq_lens, branch_slots, stride_table, stride_slots = keys
     branch = tl.program_id(0).to(tl.int64)
     step = tl.program_id(2).to(tl.int64)
     req = branch // TOPK
@@ -111,7 +103,7 @@ def fill_draft_kv_kernel(
     length = tl.minimum(tl.maximum(tl.load(seq_lens + req), 0), max_len).to(tl.int64)
     begin = TOPK * before + branch % TOPK * length + branch * (step + 1)
 
-    row = req_to_token + tl.load(req_pool_indices + req) * stride_table
+    row = req_to_token + tl.load(rows + req) * stride_table
     kv_indices += step * stride_indices
     end = tl.minimum(length, width - begin).to(tl.int32)
     for first in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):

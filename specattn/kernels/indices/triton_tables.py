@@ -10,17 +10,12 @@ from specattn.kernels.pdl import enter
 
 @triton.jit
 def fill_window_kernel(
-    req_to_token,  # [rows, context] int32
-    rows,  # [B] int64
-    seq_lens,  # [B] int32
-    slots_out,  # [B, width] int32, out
+    keys,  # see `KeySlots.arguments`; the tail [B, width] is written
     positions_out,  # [B, steps, topk] int64, out
     context,
     width,
     nodes,
     topk,
-    stride_table,
-    stride_slots,
     stride_positions,
     stride_step,
     POSITIONS: tl.constexpr,
@@ -29,6 +24,7 @@ def fill_window_kernel(
     PDL: tl.constexpr,
 ):
     """Fill one request's window."""
+    req_to_token, rows, seq_lens, slots_out, stride_table, stride_slots = keys
     enter(PDL)
     req = tl.program_id(0).to(tl.int64)
     length = tl.load(seq_lens + req).to(tl.int64)
@@ -46,23 +42,19 @@ def fill_window_kernel(
 
 @triton.jit
 def fill_block_table_kernel(
-    req_to_token,  # [rows, max_len] int32
-    req_pool_indices,  # [B] int64
-    seq_lens,  # [B] int32
-    tail_slots,  # [B, tail] int32
+    keys,  # see `KeySlots.arguments`
     table,  # [B * lists, width] int32, out
     lens,  # [B * lists] int32, out
     max_len,
     tail,
     lists,
     width,
-    stride_req,
-    stride_tail,
     stride_table,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Fill a share of one list of pages."""
+    req_to_token, rows, seq_lens, tail_slots, stride_req, stride_tail = keys
     entry = tl.program_id(0).to(tl.int64)
     req = entry // lists
     prefix = tl.minimum(tl.maximum(tl.load(seq_lens + req), 0), max_len)
@@ -70,7 +62,7 @@ def fill_block_table_kernel(
     length = prefix + tail - (lists - 1) + (entry % lists).to(tl.int32)
     if tl.program_id(1) == 0:
         tl.store(lens + entry, length)
-    row = req_to_token + tl.load(req_pool_indices + req) * stride_req
+    row = req_to_token + tl.load(rows + req) * stride_req
     for first in range(tl.program_id(1) * BLOCK, width, tl.num_programs(1) * BLOCK):
         column = first + tl.arange(0, BLOCK)  # [BLOCK]
         place = column * PAGE
@@ -113,10 +105,7 @@ def fill_slots_kernel(
 
 @triton.jit
 def fill_page_table_kernel(
-    req_to_token,  # [rows, max_len] int32
-    req_pool_indices,  # [B] int64
-    seq_lens,  # [B] int32
-    tail_slots,  # [B, tail] int32
+    keys,  # see `KeySlots.arguments`
     table,  # [B, width] int32, out
     lens,  # [B] int32, out
     max_len,
@@ -124,13 +113,12 @@ def fill_page_table_kernel(
     q_len,
     window_left,
     width,
-    stride_req,
-    stride_tail,
     stride_table,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Fill a share of one request's list of slots."""
+    req_to_token, rows, seq_lens, tail_slots, stride_req, stride_tail = keys
     req = tl.program_id(0).to(tl.int64)
     prefix = tl.minimum(tl.maximum(tl.load(seq_lens + req), 0), max_len)
     start = prefix * 0
@@ -139,7 +127,7 @@ def fill_page_table_kernel(
     length = tl.minimum(prefix + tail - start, width)
     if tl.program_id(1) == 0:
         tl.store(lens + req, length)
-    row = req_to_token + tl.load(req_pool_indices + req) * stride_req
+    row = req_to_token + tl.load(rows + req) * stride_req
     for first in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
         column = first + tl.arange(0, BLOCK)  # [BLOCK]
         place = start + column
