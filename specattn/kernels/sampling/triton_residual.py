@@ -17,13 +17,12 @@ def _weights(
     vocab,
     ROWS: tl.constexpr,
     SEGMENT: tl.constexpr,
-    HAS_Q: tl.constexpr,
 ):
-    """Return max(p - q, 0) without the refused tokens; NaN stays."""
+    """Return max(p - q, 0), or p, without refused tokens; NaN stays."""
     lane = tl.arange(0, SEGMENT)  # [SEGMENT]
     token = segment[:, None] * SEGMENT + lane[None, :]  # [ROWS, SEGMENT]
     rest = tl.load(p_row + token, mask=token < vocab, other=0)
-    if HAS_Q:
+    if q_row is not None:
         rest -= tl.load(q_row + token, mask=(token < vocab) & q_on, other=0)
     rest = tl.where(rest < 0, 0.0, rest)
     for first in range(0, num_refused, 32):
@@ -50,16 +49,14 @@ def sample_weights(
     ROWS: tl.constexpr,
     SEGMENT: tl.constexpr,
     TILES: tl.constexpr,
-    HAS_Q: tl.constexpr,
 ):
     """Return the first token to exceed coin * total; -1 for none."""
     row = tl.arange(0, ROWS)  # [ROWS]
     tile = tl.arange(0, TILES)[:, None]  # [TILES, 1]
     masses = tl.zeros([TILES, ROWS], tl.float32)
     for i in range(tl.cdiv(vocab, ROWS * SEGMENT)):
-        rest = _weights(
-            p_row, q_row, q_on, refused, num_refused, i * ROWS + row, vocab, ROWS, SEGMENT, HAS_Q
-        )
+        here = i * ROWS + row
+        rest = _weights(p_row, q_row, q_on, refused, num_refused, here, vocab, ROWS, SEGMENT)
         masses = tl.where(tile == i, tl.sum(rest, 1)[None, :], masses)
     mass = tl.reshape(masses, [TILES * ROWS])
     segment = tl.arange(0, TILES * ROWS)
@@ -74,7 +71,7 @@ def sample_weights(
     below = tl.max(tl.where(segment == chosen - 1, reached, 0.0), 0)
 
     here = tl.maximum(chosen, 0) + tl.arange(0, 1)
-    rest = _weights(p_row, q_row, q_on, refused, num_refused, here, vocab, 1, SEGMENT, HAS_Q)
+    rest = _weights(p_row, q_row, q_on, refused, num_refused, here, vocab, 1, SEGMENT)
     rest = tl.reshape(rest, [SEGMENT])
     token = tl.maximum(chosen, 0) * SEGMENT + tl.arange(0, SEGMENT)
     past = (rest > 0) & (below + tl.cumsum(rest, 0) > goal)
@@ -95,25 +92,15 @@ def sample_residual(
     ROWS: tl.constexpr,
     SEGMENT: tl.constexpr,
     TILES: tl.constexpr,
-    HAS_Q: tl.constexpr,
 ):
     """Draw from the residual; without mass from the target; else -1."""
     token = tl.full([], -1, tl.int32)
     tries = 0
     while (token < 0) & (tries < 2):
         first = tries == 0
+        count = tl.where(first, num_refused, 0)
         token = sample_weights(
-            p_row,
-            q_row,
-            q_on & first,
-            refused,
-            tl.where(first, num_refused, 0),
-            coin,
-            vocab,
-            ROWS,
-            SEGMENT,
-            TILES,
-            HAS_Q,
+            p_row, q_row, q_on & first, refused, count, coin, vocab, ROWS, SEGMENT, TILES
         )
         tries += 1
     return token.to(tl.int64)
@@ -135,7 +122,7 @@ def draw_kernel(
     row = weights + req * stride
     coin = tl.load(coins + req)
     # it refuses no tokens: any pointer names the list of none
-    token = sample_weights(row, row, False, tokens, 0, coin, vocab, ROWS, SEGMENT, TILES, False)
+    token = sample_weights(row, None, False, tokens, 0, coin, vocab, ROWS, SEGMENT, TILES)
     tl.store(tokens + req, tl.maximum(token, 0).to(tl.int64))
 
 

@@ -56,10 +56,7 @@ def accept_greedy(
             tree.retrieve_next_token,
             tree.retrieve_next_sibling,
             target_argmax,
-            out.accept_index,
-            out.accept_tokens,
-            out.accept_lens,
-            out.bonus_tokens,
+            written(out),
             n,
             steps,
             steps.bit_length(),
@@ -126,10 +123,7 @@ def accept_sampled(
             coins,
             final_coins,
             torch.empty_like(tokens),
-            out.accept_index,
-            out.accept_tokens,
-            out.accept_lens,
-            out.bonus_tokens,
+            written(out),
             n,
             steps,
             vocab,
@@ -200,10 +194,7 @@ def accept_rejection(
             target_probs,
             coins,
             final_coins,
-            out.accept_index,
-            out.accept_tokens,
-            out.accept_lens,
-            out.bonus_tokens,
+            written(out),
             tokens.shape[1],
             steps,
             vocab,
@@ -227,6 +218,11 @@ def accept_rejection(
         residual = weights - torch.where(taken[:, None] < steps, refuted, 0.0)
     path = torch.where(depth <= taken[:, None], depth, -1)
     _emit(path, tokens, _draw_bonus(path, residual, weights, final_coins), out)
+
+
+def written(out: AcceptResult) -> tuple[Tensor, ...]:
+    """Return what accepting writes: paths and tokens ``[B, D]``, lengths, bonus tokens."""
+    return out.accept_index, out.accept_tokens, out.accept_lens, out.bonus_tokens
 
 
 def _check_path(tree: DraftTree, out: AcceptResult) -> None:

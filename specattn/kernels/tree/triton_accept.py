@@ -32,10 +32,7 @@ def accept_greedy_kernel(
     next_token,  # [B, n] int64
     next_sibling,  # [B, n] int64
     target_argmax,  # [B, n] int64
-    accept_index_out,  # [B, steps + 1] int32, out
-    accept_tokens_out,  # [B, steps + 1] int64, out
-    accept_lens_out,  # [B] int32, out
-    bonus_out,  # [B] int64, out
+    out,  # see `accept.written`
     n,
     steps,
     rounds,
@@ -44,6 +41,7 @@ def accept_greedy_kernel(
     PDL: tl.constexpr,
 ):
     """Step all nodes to the target's choices; double steps into paths."""
+    accept_index_out, accept_tokens_out, accept_lens_out, bonus_out = out
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
     # All nodes at once: every row is read once, and all rows together.
@@ -129,10 +127,7 @@ def accept_sampled_kernel(
     coins,  # [B, steps + 1] float32
     final_coins,  # [B, steps + 1] float32
     notes,  # [B, n] int64, scratch
-    accept_index_out,  # [B, steps + 1] int32, out
-    accept_tokens_out,  # [B, steps + 1] int64, out
-    accept_lens_out,  # [B] int32, out
-    bonus_out,  # [B] int64, out
+    out,  # see `accept.written`
     n,
     steps,
     vocab,
@@ -145,6 +140,7 @@ def accept_sampled_kernel(
     TILES: tl.constexpr,
 ):
     """Walk children by a coin per depth; draw the bonus."""
+    accept_index_out, accept_tokens_out, accept_lens_out, bonus_out = out
     req = tl.program_id(0).to(tl.int64)
     tokens += req * n
     next_token += req * n
@@ -212,19 +208,8 @@ def accept_sampled_kernel(
     tl.debug_barrier()
     p_row = target_probs + node * stride_node
     coin = tl.load(final_coins + req * (steps + 1) + length - 1)
-    bonus = sample_residual(
-        p_row,
-        p_row,
-        False,
-        notes,
-        tl.sum(refused.to(tl.int32), 0),
-        coin,
-        vocab,
-        ROWS,
-        SEGMENT,
-        TILES,
-        False,
-    )
+    count = tl.sum(refused.to(tl.int32), 0)
+    bonus = sample_residual(p_row, None, False, notes, count, coin, vocab, ROWS, SEGMENT, TILES)
     tl.store(accept_tokens_out + steps, 0)
     tl.store(accept_tokens_out + length - 1, tl.maximum(bonus, 0))
     tl.store(accept_lens_out + req, length)
@@ -238,10 +223,7 @@ def accept_rejection_kernel(
     target_probs,  # [B, n, V] float32
     coins,  # [B, steps + 1] float32
     final_coins,  # [B, steps + 1] float32
-    accept_index_out,  # [B, steps + 1] int32, out
-    accept_tokens_out,  # [B, steps + 1] int64, out
-    accept_lens_out,  # [B] int32, out
-    bonus_out,  # [B] int64, out
+    out,  # see `accept.written`
     n,
     steps,
     vocab,
@@ -255,6 +237,7 @@ def accept_rejection_kernel(
     TILES: tl.constexpr,
 ):
     """Judge a chain's tokens at once; the first refusal gives the bonus."""
+    accept_index_out, accept_tokens_out, accept_lens_out, bonus_out = out
     req = tl.program_id(0).to(tl.int64)
     tokens += req * n
     draft_probs += req * stride_draft_req
@@ -276,7 +259,7 @@ def accept_rejection_kernel(
     q_row = draft_probs + last * stride_draft
     coin = tl.load(final_coins + req * (steps + 1) + last)
     bonus = sample_residual(
-        p_row, q_row, last < steps, tokens, 0, coin, vocab, ROWS, SEGMENT, TILES, True
+        p_row, q_row, last < steps, tokens, 0, coin, vocab, ROWS, SEGMENT, TILES
     )
     tl.store(accept_index_out + place, tl.where(place <= last, place, -1), mask=place <= steps)
     emitted = tl.where(place < last, token, tl.where(place == last, bonus, 0))
