@@ -52,7 +52,6 @@ def fill_window(keys: KeySlots, *, positions_out: Tensor | None = None) -> None:
             steps * topk,
             topk,
             *((0, 0) if positions_out is None else positions_out.stride()[:2]),
-            POSITIONS=positions_out is not None,
             BLOCK_W=power_of_2(width),
             BLOCK_N=power_of_2(steps * topk),
             num_warps=1,

@@ -11,14 +11,13 @@ from specattn.kernels.pdl import enter
 @triton.jit
 def fill_window_kernel(
     keys,  # see `KeySlots.arguments`; the tail [B, width] is written
-    positions_out,  # [B, steps, topk] int64, out
+    positions_out,  # [B, steps, topk] int64, out; or None
     context,
     width,
     nodes,
     topk,
     stride_positions,
     stride_step,
-    POSITIONS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -33,7 +32,7 @@ def fill_window_kernel(
     slots = req_to_token + tl.load(rows + req) * stride_table + column
     slot = tl.load(slots, mask=(at < width) & (column < context), other=0)
     tl.store(slots_out + req * stride_slots + at, slot, mask=at < width)
-    if POSITIONS:
+    if positions_out is not None:
         node = tl.arange(0, BLOCK_N)  # [BLOCK_N]
         step = node // topk
         ptr = positions_out + req * stride_positions + step * stride_step + node % topk

@@ -57,7 +57,7 @@ def begin_step_kernel(
     window_out,  # [B, reserve_len] int32, out
     positions_out,  # [B, depth] int64, out
     draft_positions_out,  # [B, steps, topk] int64, out
-    draft_lens_out,  # [B] int32, out; anything without it
+    draft_lens_out,  # [B] int32, out; or None
     narrow,  # of each table: itself, what it is copied to, their row strides, columns
     wide,  # the same
     context,
@@ -72,7 +72,6 @@ def begin_step_kernel(
     stride_draft,
     stride_step,
     READ_AHEAD: tl.constexpr,
-    HAS_DRAFT_LENS: tl.constexpr,
     NARROW: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -101,7 +100,7 @@ def begin_step_kernel(
         tl.store(positions_out + req * stride_positions + ahead, length + ahead, mask=ahead < depth)
         if READ_AHEAD:
             length += tl.where(fits, READ_AHEAD, 0)
-        if HAS_DRAFT_LENS:
+        if draft_lens_out is not None:
             tl.store(draft_lens_out + req, length.to(tl.int32))
         draft = tl.arange(0, BLOCK_S)  # [BLOCK_S]
         step = draft // topk
