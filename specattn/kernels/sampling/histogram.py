@@ -33,21 +33,9 @@ def _edge_of(number, BINS: tl.constexpr):
 
 
 @triton.jit
-def _scale_of(
-    levels,
-    row,
-    splits,
-    vocab,
-    peak,
-    total,
-    inv_temperature,
-    share,
-    by_count,
-    by_mass,
-    BINS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+def _scale_of(levels, row, splits, vocab, settings, BINS: tl.constexpr, BLOCK_P: tl.constexpr):
     """Return bins per unit of distance, fine where thresholds are likely."""
+    inv_temperature, peak, total, _, _, share, by_count, by_mass = settings
     split = tl.arange(0, BLOCK_P)  # [BLOCK_P]
     level = tl.load(levels + row * splits + split, mask=split < splits, other=-float("inf"))
     known = level > -float("inf")
@@ -76,24 +64,10 @@ def count_kernel(
     """Count each split's tokens by distance, unless the row is kept whole."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits = tl.num_programs(1)
-    inv_temperature, peak, total, _, _, share, by_count, by_mass = settings_of(
-        given, row, splits, vocab, rows_per_req, BLOCK_P
-    )
+    settings = settings_of(given, row, splits, vocab, rows_per_req, BLOCK_P)
+    _, peak, _, _, _, _, by_count, by_mass = settings
     if by_count | by_mass:
-        scale = _scale_of(
-            levels,
-            row,
-            splits,
-            vocab,
-            peak,
-            total,
-            inv_temperature,
-            share,
-            by_count,
-            by_mass,
-            BINS,
-            BLOCK_P,
-        )
+        scale = _scale_of(levels, row, splits, vocab, settings, BINS, BLOCK_P)
         if split == 0:
             # the next kernel has to number distances exactly as this one
             tl.store(thresholds + row * 2, scale)
@@ -107,12 +81,13 @@ def count_kernel(
 
 
 @triton.jit
-def _bins_of_cuts(count, total, fineness, few, share, by_count, by_mass, BINS: tl.constexpr):
+def _bins_of_cuts(count, fineness, settings, BINS: tl.constexpr):
     """Return the bin of the threshold by number, and two by mass.
 
     The weights of bins are known within bounds, those of their edges, and so is where a mass is
     reached: counted from the peak, or from the far end, whichever says more.
     """
+    _, _, total, _, few, share, by_count, by_mass = settings
     lane = tl.arange(0, BINS)  # [BINS]
     until = tl.cumsum(count, 0)
     kth = tl.full([], BINS, tl.int32)
@@ -170,23 +145,14 @@ def gather_kernel(
     HAS_P: tl.constexpr = given[2] is not None
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits = tl.num_programs(1)
-    inv_temperature, peak, total, _, few, share, by_count, by_mass = settings_of(
-        given, row, splits, vocab, rows_per_req, BLOCK_P
-    )
+    settings = settings_of(given, row, splits, vocab, rows_per_req, BLOCK_P)
+    inv_temperature, peak, _, _, _, _, by_count, by_mass = settings
     if by_count | by_mass:
         scale = tl.load(thresholds + row * 2)
         lane = tl.arange(0, BINS)
         count = tl.load(counts + row * BINS + lane)
-        kth, first, last = _bins_of_cuts(
-            count,
-            total,
-            tl.minimum(inv_temperature / scale, 1e30),
-            few,
-            share,
-            by_count,
-            by_mass,
-            BINS,
-        )
+        fineness = tl.minimum(inv_temperature / scale, 1e30)
+        kth, first, last = _bins_of_cuts(count, fineness, settings, BINS)
         size = tl.sum(tl.where(lane == kth, count, 0), 0)
         sizes = tl.sum(tl.where((lane >= first) & (lane <= last), count, 0), 0)
         notes += row * 8

@@ -1,4 +1,7 @@
-"""Find the thresholds of top-k and top-p in lists, or by counting."""
+"""Find the thresholds of top-k and top-p in lists, or by counting.
+
+Functions are given the ``whole`` row: its logits, their number, the peak, the inverse temperature.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from specattn.kernels.sampling.thresholds import as_bits, as_float, reach_of, se
 
 
 @triton.jit
-def _within(row, vocab, peak, inv_temperature, limit, BLOCK: tl.constexpr):
+def _within(whole, limit, BLOCK: tl.constexpr):
     """Return number and weight of tokens at most ``limit`` below the peak."""
+    row, vocab, peak, inv_temperature = whole
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
@@ -23,8 +27,9 @@ def _within(row, vocab, peak, inv_temperature, limit, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _keep(row, vocab, peak, low, high, kept, BLOCK: tl.constexpr):
+def _keep(whole, low, high, kept, BLOCK: tl.constexpr):
     """Write the distances above ``low`` and up to ``high`` side by side."""
+    row, vocab, peak, _ = whole
     count = 0
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -78,8 +83,9 @@ def _halve(distance, weight, nearer, lighter, goal, by_mass, low, high, within):
 
 
 @triton.jit
-def _listed(listed, size, row, vocab, peak, KEPT: tl.constexpr):
+def _listed(listed, size, whole, KEPT: tl.constexpr):
     """Load a list's tokens and their distances, NaN behind its end."""
+    row, vocab, peak, _ = whole
     lane = tl.arange(0, KEPT)  # [KEPT]
     token = tl.load(listed + lane, mask=lane < size, other=0)
     distance = peak - load_scores(row, token, vocab)
@@ -87,15 +93,13 @@ def _listed(listed, size, row, vocab, peak, KEPT: tl.constexpr):
 
 
 @triton.jit
-def _among(
-    listed, note, row, vocab, peak, inv_temperature, goal, by_mass, high, within, KEPT: tl.constexpr
-):
+def _among(listed, note, whole, goal, by_mass, high, within, KEPT: tl.constexpr):
     """Do as `_search` in a list; tell if it holds the threshold."""
     nearer = tl.load(note + 2).to(tl.int32)
     size = tl.load(note + 3).to(tl.int32)
     lighter = tl.load(note).to(tl.float64) / 2.0**40
-    _, distance = _listed(listed, size, row, vocab, peak, KEPT)
-    weight = tl.exp2(-distance * inv_temperature)
+    _, distance = _listed(listed, size, whole, KEPT)
+    weight = tl.exp2(-distance * whole[3])
     bits = as_bits(distance)
     there = distance == distance
     low = tl.min(tl.where(there, bits, 0x7F800000), 0) - 1
@@ -113,13 +117,13 @@ def _among(
 
 
 @triton.jit
-def _nth_listed(listed, note, row, vocab, peak, threshold, nth, KEPT: tl.constexpr):
+def _nth_listed(listed, note, whole, threshold, nth, KEPT: tl.constexpr):
     """Do as `_nth_at` in a list of all tokens at the threshold."""
     size = tl.load(note + 3).to(tl.int32)
-    token, distance = _listed(listed, size, row, vocab, peak, KEPT)
+    token, distance = _listed(listed, size, whole, KEPT)
     equal = distance == threshold
     low = tl.full([], -1, tl.int32)
-    high = vocab - 1
+    high = whole[1] - 1
     while high - low > 1:
         at = low + (high - low) // 2
         enough = tl.sum((equal & (token <= at)).to(tl.int32), 0) >= nth
@@ -130,18 +134,7 @@ def _nth_listed(listed, note, row, vocab, peak, threshold, nth, KEPT: tl.constex
 
 @triton.jit
 def _search(
-    row,
-    vocab,
-    peak,
-    inv_temperature,
-    goal,
-    by_mass,
-    first,
-    high,
-    within,
-    kept,
-    KEPT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    whole, goal, by_mass, first, high, within, kept, KEPT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Find the least distance within which are ``goal`` tokens, or that weight.
 
@@ -154,34 +147,28 @@ def _search(
     round = 0
     while (high - low > 1) & (within - count > KEPT):
         at = _guess(round, first, low, high)
-        n, m = _within(row, vocab, peak, inv_temperature, as_float(at), BLOCK)
+        n, m = _within(whole, as_float(at), BLOCK)
         low, high, within, count, mass = _closer(
             at, n, m, goal, by_mass, low, high, within, count, mass
         )
         round += 1
     if high - low > 1:
         tl.debug_barrier()
-        total = _keep(row, vocab, peak, low, high, kept, BLOCK)
+        total = _keep(whole, low, high, kept, BLOCK)
         tl.debug_barrier()
         lane = tl.arange(0, KEPT)  # [KEPT]
         distance = as_float(tl.load(kept + lane, mask=lane < total, other=0x7FC00000))
+        weight = tl.exp2(-distance * whole[3])
         high, within, count, mass = _halve(
-            distance,
-            tl.exp2(-distance * inv_temperature),
-            count,
-            mass,
-            goal,
-            by_mass,
-            low,
-            high,
-            within,
+            distance, weight, count, mass, goal, by_mass, low, high, within
         )
     return high, within, count, mass
 
 
 @triton.jit
-def _nth_at(row, vocab, peak, threshold, nth, BLOCK: tl.constexpr):
+def _nth_at(whole, threshold, nth, BLOCK: tl.constexpr):
     """Return the ``nth`` token, from 1, whose distance is ``threshold``."""
+    row, vocab, peak, _ = whole
     found = vocab
     count = 0
     for start in range(0, vocab, BLOCK):
@@ -216,7 +203,8 @@ def threshold_kernel(
     inv_temperature, peak, total, lowest, few, share, by_count, by_mass = settings_of(
         given, row, splits, vocab, rows_per_req, BLOCK_P
     )
-    logits += row * stride
+    # what all searches read of the row
+    whole = logits + row * stride, vocab, peak, inv_temperature
     lists += row * (HAS_K + HAS_P) * KEPT
     notes += row * 8
     high = tl.full([], 0x7F800000, tl.int32)
@@ -233,22 +221,13 @@ def threshold_kernel(
         known = tl.load(notes + 3) <= KEPT
         if known:
             high, within, nearer, lighter, known = _among(
-                lists, notes, logits, vocab, peak, inv_temperature, goal, False, high, within, KEPT
+                lists, notes, whole, goal, False, high, within, KEPT
             )
         if known == 0:
+            first = finite(peak) - finite(lowest)
+            furthest = tl.full([], 0x7F800000, tl.int32)
             high, within, nearer, lighter = _search(
-                logits,
-                vocab,
-                peak,
-                inv_temperature,
-                goal,
-                False,
-                finite(peak) - finite(lowest),
-                tl.full([], 0x7F800000, tl.int32),
-                vocab,
-                lists,
-                KEPT,
-                BLOCK,
+                whole, goal, False, first, furthest, vocab, lists, KEPT, BLOCK
             )
         ties = few - nearer
         mass = lighter + ties * tl.exp2(-as_float(high) * inv_temperature).to(tl.float64)
@@ -256,35 +235,16 @@ def threshold_kernel(
         goal = share.to(tl.float64) * mass
         threshold, upto = high, within
         known = tl.load(notes + 7) <= KEPT
+        listed = lists + HAS_K * KEPT
         if known:
             threshold, upto, nearer, lighter, known = _among(
-                lists + HAS_K * KEPT,
-                notes + 4,
-                logits,
-                vocab,
-                peak,
-                inv_temperature,
-                goal,
-                True,
-                high,
-                within,
-                KEPT,
+                listed, notes + 4, whole, goal, True, high, within, KEPT
             )
         if known == 0:
             reach = reach_of(share, mass.to(tl.float32), vocab, inv_temperature)
+            reach = tl.minimum(reach, 1e38)
             threshold, upto, nearer, lighter = _search(
-                logits,
-                vocab,
-                peak,
-                inv_temperature,
-                goal,
-                True,
-                tl.minimum(reach, 1e38),
-                high,
-                within,
-                lists + HAS_K * KEPT,
-                KEPT,
-                BLOCK,
+                whole, goal, True, reach, high, within, listed, KEPT, BLOCK
             )
         each = tl.exp2(-as_float(threshold) * inv_temperature).to(tl.float64)
         wanted = tl.ceil((goal - lighter) / tl.maximum(each, 1e-300))
@@ -299,19 +259,11 @@ def threshold_kernel(
     # what is infinitely far away has no weight
     if (ties < vocab) & (high < 0x7F800000):
         if known:
-            which = tl.where(by_mass, HAS_K + 0, 0)
-            last = _nth_listed(
-                lists + which * KEPT,
-                notes + tl.where(by_mass, 4, 0),
-                logits,
-                vocab,
-                peak,
-                as_float(high),
-                ties,
-                KEPT,
-            )
+            lists += tl.where(by_mass, HAS_K + 0, 0) * KEPT
+            notes += tl.where(by_mass, 4, 0)
+            last = _nth_listed(lists, notes, whole, as_float(high), ties, KEPT)
         else:
-            last = _nth_at(logits, vocab, peak, as_float(high), ties, BLOCK)
+            last = _nth_at(whole, as_float(high), ties, BLOCK)
     tl.store(thresholds + row * 2, as_float(high))
     tl.store(thresholds + row * 2 + 1, mass.to(tl.float32))
     tl.store(lasts + row, last)
