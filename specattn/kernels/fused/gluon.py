@@ -4,6 +4,11 @@ Weights are read once and are all that costs time, so they are streamed: one war
 them by TMA, another the few rows, and a warpgroup multiplies weights (as the left factor of
 ``wgmma``, 64 rows at a time) by these. As a programmatic dependent launch it fills its ring with
 weights while the kernel that writes the rows still runs.
+
+Functions pass tuples on: ``boxes``, the descriptors of the weights; the ``ring``, weights and rows
+in shared memory, and barriers for weights that came, rows that came, and stages that are free; a
+CTA's ``share``, its first step, steps per tile, tiles; and what products go ``to``: tensor, rows,
+columns, row stride.
 """
 
 from triton.experimental import gluon
@@ -20,8 +25,9 @@ from specattn.kernels.gluon_names import tma_load
 
 
 @gluon.jit
-def _bring_weights(w32, w16, w8, w, barrier, half, row, k, STEP: gl.constexpr):
+def _bring_weights(boxes, w, barrier, half, row, k, STEP: gl.constexpr):
     """Bring ``STEP`` rows of weights by TMA, in three boxes."""
+    w32, w16, w8 = boxes
     for z in gl.static_range(STEP // 32):
         tma_load(w32, [row + z * 32, k], barrier, w.index(half).slice(z * 32, 32))
     if STEP % 32 >= 16:
@@ -34,40 +40,24 @@ def _bring_weights(w32, w16, w8, w, barrier, half, row, k, STEP: gl.constexpr):
 
 @gluon.jit
 def _bring(
-    w32,
-    w16,
-    w8,
-    w,
-    came,
-    low,
-    high,
-    k,
-    step,
-    STEP: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
+    boxes, ring, low, high, k, step, STEP: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr
 ):
     """Bring both halves of a step's weights, from column ``k`` on."""
+    w, _, came, _, _ = ring
     stage = step % STAGES
     barrier = came.index(stage)
     mbarrier.expect(barrier, 2 * STEP * BK * 2)
-    _bring_weights(w32, w16, w8, w, barrier, stage * 2, low, k, STEP)
-    _bring_weights(w32, w16, w8, w, barrier, stage * 2 + 1, high, k, STEP)
+    _bring_weights(boxes, w, barrier, stage * 2, low, k, STEP)
+    _bring_weights(boxes, w, barrier, stage * 2 + 1, high, k, STEP)
 
 
 @gluon.jit
 def _produce_weights(
-    w32,
-    w16,
-    w8,
-    w,
-    came,
-    free,
+    boxes,
+    ring,
+    share,
     low,
     high,
-    begin,
-    count,
-    turns,
     apart,
     STEP: gl.constexpr,
     BK: gl.constexpr,
@@ -81,6 +71,8 @@ def _produce_weights(
     their way at a time: kernels before this one still load their operands, which come behind all
     that has been asked for.
     """
+    _, _, came, _, free = ring
+    begin, count, turns = share
     for step in range(gl.minimum(count, PACE), count * turns):
         if step >= STAGES:
             mbarrier.wait(free.index(step % STAGES), (step // STAGES + 1) & 1)
@@ -92,18 +84,14 @@ def _produce_weights(
             row = step // count * apart
             at = step % count
         k = (begin + at) * BK
-        _bring(w32, w16, w8, w, came, low + row, high + row, k, step, STEP, BK, STAGES)
+        _bring(boxes, ring, low + row, high + row, k, step, STEP, BK, STAGES)
 
 
 @gluon.jit
 def _produce_rows(
     rows,
-    x,
-    full,
-    free,
-    begin,
-    count,
-    turns,
+    ring,
+    share,
     BOX: gl.constexpr,
     BOXES: gl.constexpr,
     BK: gl.constexpr,
@@ -114,6 +102,8 @@ def _produce_rows(
 
     Rows of a tile that no box brings are multiplied, but never stored.
     """
+    _, x, _, full, free = ring
+    begin, count, turns = share
     gdc_wait()
     for step in range(count * turns):
         stage = step % STAGES
@@ -130,10 +120,9 @@ def _produce_rows(
 
 
 @gluon.jit
-def _store(
-    out, values, first, step, tokens, width, stride_row, BT: gl.constexpr, layout: gl.constexpr
-):
+def _store(to, values, first, step, BT: gl.constexpr, layout: gl.constexpr):
     """Store ``step`` of a tile's 64 rows as columns from ``first`` on."""
+    out, tokens, width, stride_row = to
     token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))  # [BT]
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))  # [64]
     column = first + row
@@ -144,25 +133,19 @@ def _store(
 
 @gluon.jit
 def _consume(
-    out,
-    w,
-    x,
-    came,
-    full,
-    free,
+    to,
+    ring,
+    share,
     tile,
-    count,
-    turns,
     others,
-    tokens,
-    width,
-    stride_row,
     STEP: gl.constexpr,
     BT: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
 ):
     """Multiply, and store tile after tile, ``others`` apart."""
+    w, x, came, full, free = ring
+    _, count, turns = share
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     across: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
     for turn in range(turns):
@@ -179,11 +162,11 @@ def _consume(
             mbarrier.arrive(free.index(stage), count=1)
         if GATED:
             low = low / (1.0 + gl.exp(-low)) * high
-            _store(out, low, tile * STEP, STEP, tokens, width, stride_row, BT, across)
+            _store(to, low, tile * STEP, STEP, BT, across)
         else:
             first = tile * (2 * STEP)
-            _store(out, low, first, STEP, tokens, width, stride_row, BT, across)
-            _store(out, high, first + STEP, STEP, tokens, width, stride_row, BT, across)
+            _store(to, low, first, STEP, BT, across)
+            _store(to, high, first + STEP, STEP, BT, across)
         tile += others
 
 
@@ -241,59 +224,22 @@ def gluon_linear_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
+    # what passes between warps, and what they share of the work
+    boxes, ring = (w32, w16, w8), (w, x, came, full, free)
+    share = begin, count, turns
     # the warps that take over need most of a microsecond to start
     for step in range(gl.minimum(count, PACE)):
-        _bring(w32, w16, w8, w, came, low, high, (begin + step) * BK, step, STEP, BK, STAGES)
+        _bring(boxes, ring, low, high, (begin + step) * BK, step, STEP, BK, STAGES)
+    to = out + part.to(gl.int64) * stride_part, tokens, width, stride_row
+    apart = others * SIZE
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    out + part.to(gl.int64) * stride_part,
-                    w,
-                    x,
-                    came,
-                    full,
-                    free,
-                    tile,
-                    count,
-                    turns,
-                    others,
-                    tokens,
-                    width,
-                    stride_row,
-                    STEP,
-                    BT,
-                    STAGES,
-                    GATED,
-                ),
-            ),
+            (_consume, (to, ring, share, tile, others, STEP, BT, STAGES, GATED)),
             (
                 _produce_weights,
-                (
-                    w32,
-                    w16,
-                    w8,
-                    w,
-                    came,
-                    free,
-                    low,
-                    high,
-                    begin,
-                    count,
-                    turns,
-                    others * SIZE,
-                    STEP,
-                    BK,
-                    STAGES,
-                    PACE,
-                    MANY,
-                ),
+                (boxes, ring, share, low, high, apart, STEP, BK, STAGES, PACE, MANY),
             ),
-            (
-                _produce_rows,
-                (rows, x, full, free, begin, count, turns, BOX, BOXES, BK, STAGES, MANY),
-            ),
+            (_produce_rows, (rows, ring, share, BOX, BOXES, BK, STAGES, MANY)),
         ],
         [1, 1],
         [PRODUCER_REGS, PRODUCER_REGS],
