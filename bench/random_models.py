@@ -12,7 +12,6 @@ from specattn.config import AttnConfig
 from specattn.kernels.fused.stream import ready
 from specattn.models import DFlashHead, Eagle3Head, FusedTarget
 from specattn.models.fused.block import Block, RotaryTable, as_linear
-from specattn.models.hf import FeatureSpec
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
@@ -106,7 +105,7 @@ def random_eagle3(
         lm_head=as_linear(weights.linear(draft_vocab_size, size)),
         blocks=(block,),
         fc=weights.linear(size, 3 * size),
-        features=FeatureSpec(entering),
+        features=entering,
         feature_size=3 * size,
         target_ids=torch.arange(draft_vocab_size, device=target.device),
         hidden_norm=block.input_norm,
@@ -118,7 +117,7 @@ def random_dflash(
     config: Qwen3Config,
     target: FusedTarget,
     block: BlockShape,
-    features: FeatureSpec,
+    features: tuple[int, ...],
     *,
     seed: int = 0,
 ) -> DFlashHead:
@@ -131,9 +130,9 @@ def random_dflash(
         embed_tokens=target.embed_tokens,
         lm_head=target.lm_head,
         blocks=blocks,
-        fc=weights.linear(size, size * len(features.hidden_states)),
+        fc=weights.linear(size, size * len(features)),
         features=features,
-        feature_size=size * len(features.hidden_states),
+        feature_size=size * len(features),
         block=block,
         hidden_norm=blocks[0].input_norm,
         norm=blocks[0].input_norm,

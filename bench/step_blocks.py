@@ -10,7 +10,6 @@ import torch
 from bench.random_models import random_dflash
 from bench.step_world import PLAIN, SHARPER, Setting, World, cached_bytes, matrix_bytes
 from specattn.cache.kv_pool import KVPool
-from specattn.models.hf import FeatureSpec
 from specattn.speculative.block import BlockShape, BlockView
 from specattn.speculative.model import ModelSlot
 
@@ -76,7 +75,7 @@ class BlockWorld(World):
         self.model.lm_head.weight[self.lowest].zero_()
         spaced = (1 + round(at * (depth - 2) / states) for at in range(1, states + 1))
         block = BlockShape(size, 1, 1, (BlockView(causal=False, anchored=True),) * layers)
-        config, features = draft_config(shape.draft, layers), FeatureSpec(tuple(spaced))
+        config, features = draft_config(shape.draft, layers), tuple(spaced)
         made = random_dflash(config, self.model, block, features)
         # the output matrix is the target's, so what sharpens it stands before it
         self.block = replace(made, norm=made.norm * SHARPER)

@@ -7,7 +7,7 @@ from specattn.models.dflash import DFlashHead
 from specattn.models.draft import load_dflash, load_draft
 from specattn.models.eagle import Eagle3Head, EagleHead
 from specattn.models.fused import FusedTarget, fuse
-from specattn.models.hf import FeatureSpec, HFTarget
+from specattn.models.hf import HFTarget
 from specattn.models.lm import load_lm_draft
 from specattn.speculative.standalone import LMDraft
 
@@ -15,7 +15,6 @@ __all__ = [
     "DFlashHead",
     "Eagle3Head",
     "EagleHead",
-    "FeatureSpec",
     "FusedTarget",
     "HFTarget",
     "LMDraft",

@@ -16,7 +16,6 @@ from torch import Tensor
 from specattn.kernels.fused import add_rms_norm
 from specattn.models.eagle import DraftHead
 from specattn.models.fused.block import project
-from specattn.models.hf import FeatureSpec
 from specattn.speculative.block import BlockShape, BlockView
 
 if TYPE_CHECKING:
@@ -49,14 +48,14 @@ class DFlashSettings:
     ----------
     block : BlockShape
         What the head fills in one forward.
-    features : FeatureSpec
+    features : tuple of int
         The hidden states that the target must give.
     windows : tuple of int
         ``AttnConfig.window_left`` of every layer.
     """
 
     block: BlockShape
-    features: FeatureSpec
+    features: tuple[int, ...]
     windows: tuple[int, ...]
 
     @classmethod
@@ -91,7 +90,7 @@ class DFlashSettings:
         return cls(block, _features(checkpoint, target_layers), windows)
 
 
-def _features(checkpoint: Checkpoint, target_layers: int) -> FeatureSpec:
+def _features(checkpoint: Checkpoint, target_layers: int) -> tuple[int, ...]:
     """Return the target's states that the head reads.
 
     speculators counts the states that enter a layer, z-lab those that leave one.
@@ -110,7 +109,7 @@ def _features(checkpoint: Checkpoint, target_layers: int) -> FeatureSpec:
         raise checkpoint.wrong(
             f"has {key} {ids} in config.json; the target has the layers 0..{target_layers - 1}"
         )
-    return FeatureSpec(tuple(index if entering else index + 1 for index in ids))
+    return tuple(index if entering else index + 1 for index in ids)
 
 
 def _attention(

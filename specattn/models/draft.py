@@ -14,7 +14,6 @@ from specattn.models.builder import HeadBuilder
 from specattn.models.checkpoint import Checkpoint, read_checkpoint
 from specattn.models.dflash import DFlashHead, DFlashSettings
 from specattn.models.eagle import EAGLE3_NORMS, Eagle3Head, EagleHead
-from specattn.models.hf import FeatureSpec
 from specattn.models.hub import blaming, first_line
 from specattn.models.vocabulary import check_head_tokenizer, check_padding
 
@@ -103,7 +102,7 @@ def _eagle(
     return EagleHead(
         **head.ends(weights),
         blocks=head.blocks(weights, names),
-        features=FeatureSpec((len(target.layers),)),
+        features=(len(target.layers),),
         feature_size=size,
         normed=normed,
     )
@@ -124,7 +123,7 @@ def _eagle3(
             "an EAGLE-3 head has 1"
         )
     features = _features(checkpoint, len(target.layers))
-    size, width, count = config.hidden_size, target.hidden_size, len(features.hidden_states)
+    size, width, count = config.hidden_size, target.hidden_size, len(features)
     mapped = _target_ids(checkpoint, config.vocab_size, target.vocab_size)
     head = HeadBuilder(checkpoint, target, config, mapped, dtype, device)
     feature_norms: Shapes = {}
@@ -199,7 +198,7 @@ def _dflash(
     )
     mapped = _target_ids(checkpoint, config.vocab_size, target.vocab_size)
     head = HeadBuilder(checkpoint, target, config, mapped, dtype, device)
-    size, width = config.hidden_size, target.hidden_size * len(settings.features.hidden_states)
+    size, width = config.hidden_size, target.hidden_size * len(settings.features)
     names = [f"layers.{layer}." for layer in range(config.num_hidden_layers)]
     shapes: Shapes = {"fc.weight": (size, width)}
     shapes |= {"hidden_norm.weight": (size,), "norm.weight": (size,)}
@@ -253,14 +252,14 @@ def _llama_config(checkpoint: Checkpoint, target: Target) -> LlamaConfig:
     return config
 
 
-def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
+def _features(checkpoint: Checkpoint, num_layers: int) -> tuple[int, ...]:
     """Return the states that an EAGLE-3 head reads, SGLang's by default."""
     if checkpoint.settings.get("use_aux_hidden_state") is False:
-        return FeatureSpec((num_layers,))
+        return (num_layers,)
     key = "eagle_aux_hidden_state_layer_ids"
     if not (ids := checkpoint.numbers(key)):
         usual = (2, num_layers // 2, num_layers - 3)
-        return FeatureSpec(tuple(min(max(i, 0), num_layers - 1) for i in usual))
+        return tuple(min(max(i, 0), num_layers - 1) for i in usual)
     # SGLang counts the states that leave a layer; vLLM, and so its speculators, those that enter.
     by_vllm = "speculators_model_type" in checkpoint.settings
     first, where = (0, "before") if by_vllm else (1, "after")
@@ -271,7 +270,7 @@ def _features(checkpoint: Checkpoint, num_layers: int) -> FeatureSpec:
             f"has {key} {ids} in config.json; the target can be read {where} the layers "
             f"0..{num_layers - 1 - first}"
         )
-    return FeatureSpec(entering)
+    return entering
 
 
 def _target_ids(checkpoint: Checkpoint, own_size: int, target_size: int) -> Tensor | None:

@@ -22,7 +22,6 @@ from specattn.speculative.model import DraftOutput
 if TYPE_CHECKING:
     from specattn.config import AttnConfig
     from specattn.models.fused.block import Block
-    from specattn.models.hf import FeatureSpec
     from specattn.speculative.model import Attend
 
 #: Settings of vLLM's speculators for norms that the paper's EAGLE-3 head has not: the norm of the
@@ -47,7 +46,7 @@ class DraftHead:
         ``[H, F]``, the projection of what the head reads; None if it reads one state of its width.
     fc_bias : Tensor or None
         ``[H]``.
-    features : FeatureSpec
+    features : tuple of int
         The hidden states that the target must give: pass it to `HFTarget.with_features`.
     feature_size : int
         F, the width of the features.
@@ -59,7 +58,7 @@ class DraftHead:
     lm_head: nn.Linear
     blocks: tuple[Block, ...]
     fc: Tensor | None
-    features: FeatureSpec
+    features: tuple[int, ...]
     feature_size: int
     fc_bias: Tensor | None = None
     target_ids: Tensor | None = None

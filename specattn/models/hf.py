@@ -26,32 +26,6 @@ if TYPE_CHECKING:
     from specattn.speculative.model import Attend
 
 
-@dataclass(frozen=True)
-class FeatureSpec:
-    """The hidden states of the target that a draft reads.
-
-    Parameters
-    ----------
-    hidden_states : tuple of int
-        Indices in Hugging Face's numbering: state ``i`` enters layer ``i`` and leaves layer
-        ``i - 1``, and state ``num_layers`` is that after the final norm. Several states are
-        concatenated in the order given; none are no features.
-    """
-
-    hidden_states: tuple[int, ...] = ()
-
-    def check(self, layers: int) -> None:
-        """Refuse a target of ``layers`` layers that lacks one of the states.
-
-        Raises
-        ------
-        ValueError
-            If an index is not in ``0..layers``.
-        """
-        if any(not 0 <= index <= layers for index in self.hidden_states):
-            raise ValueError(f"hidden_states must be 0..{layers}, got {self.hidden_states}")
-
-
 @dataclass(frozen=True, eq=False)
 class HFTarget:
     """A Hugging Face causal LM whose attention the caller supplies.
@@ -68,8 +42,10 @@ class HFTarget:
         The model's folder or Hub id, for messages and for the tokenizer.
     layers : tuple of AttnConfig
         The attention geometry of every layer.
-    features : FeatureSpec
-        The hidden states that `forward` returns.
+    features : tuple of int
+        The hidden states that `forward` returns for a draft, in Hugging Face's numbering: state
+        ``i`` enters layer ``i`` and leaves layer ``i - 1``, and state ``len(layers)`` is that after
+        the final norm. Several states are concatenated in the order given; none are no features.
     before : ModelState, optional
         What `restore` puts the model back into; None leaves it as it is.
     """
@@ -77,7 +53,7 @@ class HFTarget:
     module: Any
     name: str
     layers: tuple[AttnConfig, ...]
-    features: FeatureSpec = FeatureSpec()
+    features: tuple[int, ...] = ()
     before: ModelState | None = None
 
     @classmethod
@@ -145,7 +121,7 @@ class HFTarget:
         if self.before is not None:
             self.before.restore(self.module)
 
-    def with_features(self, features: FeatureSpec) -> Self:
+    def with_features(self, features: tuple[int, ...]) -> Self:
         """Return a target of the same weights that gives other ``features``.
 
         Raises
@@ -153,8 +129,7 @@ class HFTarget:
         ValueError
             If the model has no such hidden state.
         """
-        features.check(len(self.layers))
-        return replace(self, features=features)
+        return replace(self, features=checked_features(features, len(self.layers)))
 
     @property
     def config(self) -> Any:
@@ -268,14 +243,14 @@ class HFTarget:
             use_cache=False,
             return_dict=True,
             # What a list of indices selects differs between versions of transformers.
-            output_hidden_states=bool(self.features.hidden_states),
+            output_hidden_states=bool(self.features),
             specattn_attention=partial(call_attend, attend),
             **({"logits_to_keep": rows} if narrow else {}),
         )
         logits = output.logits[0]  # [R or T, V]
         if rows is not None and not narrow:
             logits = logits[rows]
-        states = [output.hidden_states[index][0] for index in self.features.hidden_states]
+        states = [output.hidden_states[index][0] for index in self.features]
         if len(states) > 1:
             return TargetOutput(logits, torch.cat(states, dim=-1))
         return TargetOutput(logits, states[0] if states else None)
@@ -283,6 +258,13 @@ class HFTarget:
     @cached_property
     def _takes_rows(self) -> bool:
         return "logits_to_keep" in inspect.signature(self.module.forward).parameters
+
+
+def checked_features(features: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    """Return ``features``; refuse states that a target of ``layers`` layers lacks."""
+    if any(not 0 <= index <= layers for index in features):
+        raise ValueError(f"features must be 0..{layers}, got {features}")
+    return features
 
 
 def refuse_rescaling(argument: str, name: str, config: Any, max_context_len: int) -> None:

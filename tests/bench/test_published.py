@@ -150,7 +150,7 @@ def test_loaded_models_give_what_their_heads_read():
     for kind, states in (("none", 0), ("eagle3", 3)):
         target, draft = pair("cpu", torch.float32, kind=kind)
         assert (draft is None) == (not states)
-        assert len(target.features.hidden_states) == states
+        assert len(target.features) == states
 
 
 def test_the_page_is_what_the_generator_writes():

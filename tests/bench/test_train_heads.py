@@ -126,7 +126,7 @@ def trained(kind, target_folder, tmp_path, layout):
     head.load_state_dict(stored)
     features, *_ = teacher(batch.tokens)
     loaded = {"eagle3": load_draft, "dflash": load_dflash}[kind](tmp_path, teacher.target())
-    assert loaded.features.hidden_states == head.states
+    assert loaded.features == head.states
     return head, loaded, teacher, batch.tokens[:1], features[:1]
 
 

@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 from bench.random_models import random_dflash, random_target
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import ModelError
-from specattn.models import FeatureSpec, HFTarget, load_dflash
+from specattn.models import HFTarget, load_dflash
 from specattn.speculative.block import BlockShape, BlockView, bind_block
 from specattn.speculative.model import ModelSlot
 from tests.implementations import using
@@ -179,7 +179,7 @@ def test_blocks_are_those_of_the_method(target, tmp_path, changes, first, second
     tensors = dflash_tensors()
     head = load_dflash(write(tmp_path, tensors, **changes), target)
     # z-lab counts the layers that a state leaves
-    assert head.features.hidden_states == (1, 3, 5)
+    assert head.features == (1, 3, 5)
     assert (head.feature_size, head.vocab_size, head.block.first_draft) == (3 * HT, V, 1)
     assert head.target_ids is None
     features = torch.randn(T, 3 * HT)
@@ -250,7 +250,7 @@ def test_a_fused_head_of_random_weights_has_the_targets_ends(tmp_path) -> None:
     config = Qwen3Config(**TINY | {"num_hidden_layers": 2})
     target = random_target(config, dtype=torch.float32, device=DEVICE)
     block = BlockShape(5, 9, 1, (BlockView(causal=False, anchored=True),) * 2)
-    head = random_dflash(config, target, block, FeatureSpec((0, 1)))
+    head = random_dflash(config, target, block, (0, 1))
     assert (head.vocab_size, head.feature_size) == (target.vocab_size, 2 * target.hidden_size)
     longer = head.for_context(200)
     assert longer.for_context(200) is longer

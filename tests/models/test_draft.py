@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specattn.config import AttnConfig
-from specattn.models import Eagle3Head, EagleHead, FeatureSpec, HFTarget, load_draft
+from specattn.models import Eagle3Head, EagleHead, HFTarget, load_draft
 from tests.models.heads import (
     CONFIG,
     HT,
@@ -46,7 +46,7 @@ def test_eagle_is_the_papers_head(target, dense, tmp_path, layout) -> None:
     assert isinstance(head, EagleHead)
     ids, hidden, positions = inputs(HT)
     assert head.combine(hidden) is hidden
-    assert head.features == FeatureSpec((5,))
+    assert head.features == (5,)
     assert (head.hidden_size, head.vocab_size, head.feature_size) == (HT, V, HT)
     assert head.layers == (AttnConfig(4, 2, 24),)
     assert head.to_target(ids) is ids
@@ -230,7 +230,7 @@ def test_eagle3_in_the_format_of_vllms_speculators(target, dense, tmp_path, ids,
     folder = write(tmp_path / "other", stored)
     (folder / "config.json").write_text(json.dumps(top | layer))
     head = load_draft(folder, target)
-    assert head.features.hidden_states == want
+    assert head.features == want
     tokens, hidden, positions = inputs(HT)
     a, b = (
         h.forward(tokens, hidden, positions, dense(h.layers).at(positions)) for h in (head, plain)
@@ -254,7 +254,7 @@ def test_which_of_a_checkpoints_settings_win(target, tmp_path) -> None:
     assert config.rms_norm_eps == 1e-3
     assert config.hidden_act == "gelu"
     assert head.blocks[0].activation is not None
-    assert head.features.hidden_states == (2, 3, 4)
+    assert head.features == (2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_which_of_a_checkpoints_settings_win(target, tmp_path) -> None:
 def test_features(tiny, tmp_path, layers, settings, want) -> None:
     target = HFTarget.from_model(tiny("llama", num_hidden_layers=layers))
     folder = write(tmp_path, eagle3_tensors(features=len(want)), **settings)
-    assert load_draft(folder, target).features.hidden_states == want
+    assert load_draft(folder, target).features == want
 
 
 def test_head_without_fc_over_the_last_hidden_state(target, tmp_path) -> None:

@@ -12,7 +12,6 @@ from specattn.engine.engine import Engine, Request
 from specattn.errors import ModelError
 from specattn.models import (
     Eagle3Head,
-    FeatureSpec,
     FusedTarget,
     HFTarget,
     fuse,
@@ -89,13 +88,13 @@ def test_same_numbers_as_transformers_in_float64(tiny, dense, kind, changes) -> 
     positions, rows = torch.arange(24, 24 + LENGTH), torch.tensor([6, 0, 6, 5])
     source = HFTarget.from_model(model)
     by_source = source.forward(ids, positions, dense(source.layers).at(positions)).logits
-    target = FusedTarget.from_target(source).with_features(FeatureSpec((1, 0, 2, 1)))
+    target = FusedTarget.from_target(source).with_features((1, 0, 2, 1))
     # the model itself still runs, on views of the packed weights
     again = source.forward(ids, positions, dense(source.layers).at(positions)).logits
     assert torch.equal(again, by_source)
 
     out = target.forward(ids, positions, dense(target.layers).at(positions), rows)
-    last = target.with_features(FeatureSpec((2,))).forward(
+    last = target.with_features((2,)).forward(
         ids, positions, dense(target.layers).at(positions), rows
     )
 
@@ -256,8 +255,8 @@ def test_a_model_in_memory_has_no_tokenizer(tiny) -> None:
     target = FusedTarget.from_target(HFTarget.from_model(tiny("llama")))
     with pytest.raises(ModelError, match="no tokenizer"):
         _ = target.tokenizer
-    with pytest.raises(ValueError, match=r"hidden_states must be 0\.\.3"):
-        target.with_features(FeatureSpec((4,)))
+    with pytest.raises(ValueError, match=r"features must be 0\.\.3"):
+        target.with_features((4,))
 
 
 @pytest.mark.gpu

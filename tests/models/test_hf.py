@@ -9,7 +9,7 @@ import transformers
 from specattn import Engine, Request, SpecConfig
 from specattn.config import AttnConfig
 from specattn.errors import ModelError
-from specattn.models import FeatureSpec, HFTarget, LMDraft
+from specattn.models import HFTarget, LMDraft
 from specattn.models.probe import _window_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def test_same_as_transformers_whole_chunked_and_flattened(model, dense) -> None:
 def test_rows_select_logits_and_features_are_transformers_hidden_states(model, dense) -> None:
     ids, positions = tokens(), torch.arange(LENGTH)
     want = reference(model, ids)
-    target = HFTarget.from_model(model).with_features(FeatureSpec((1, 0, 3)))
+    target = HFTarget.from_model(model).with_features((1, 0, 3))
     rows = torch.tensor([18, 0, 18, 5])
 
     out = target.forward(ids, positions, dense(target.layers).at(positions), rows)
@@ -110,10 +110,10 @@ def test_rows_select_logits_and_features_are_transformers_hidden_states(model, d
 def test_last_feature_is_after_the_final_norm(model, dense) -> None:
     ids, positions = tokens(), torch.arange(LENGTH)
     plain = HFTarget.from_model(model)
-    target = plain.with_features(FeatureSpec((3,)))
+    target = plain.with_features((3,))
     out = target.forward(ids, positions, dense(target.layers).at(positions))
     torch.testing.assert_close(target.lm_head(out.hidden_states), out.logits)
-    assert plain.features == FeatureSpec()
+    assert plain.features == ()
     assert target.module is plain.module
 
 
@@ -160,8 +160,8 @@ def test_facts_about_the_model(tiny) -> None:
     assert target.eos_token_ids == {2, 7, 9}
     assert target.device == torch.device("cpu")
     assert not any(parameter.requires_grad for parameter in target.module.parameters())
-    with pytest.raises(ValueError, match=r"hidden_states must be 0\.\.3, got \(4,\)"):
-        target.with_features(FeatureSpec((4,)))
+    with pytest.raises(ValueError, match=r"features must be 0\.\.3, got \(4,\)"):
+        target.with_features((4,))
     with pytest.raises(ModelError, match="no tokenizer"):
         _ = target.tokenizer
 
@@ -309,7 +309,7 @@ def test_a_model_is_given_back(model, dense) -> None:
     model.lm_head.requires_grad_(False)
     before = state_of(model)
     target = HFTarget.from_model(model)
-    again = HFTarget.from_model(model).with_features(FeatureSpec((1,)))
+    again = HFTarget.from_model(model).with_features((1,))
     again.restore()  # as it was when it was wrapped again: the first target still runs
     assert state_of(model) != before
     for call in (lambda: model(ids[None]), lambda: model.generate(ids[None], max_new_tokens=2)):
@@ -372,7 +372,7 @@ def test_a_target_whose_logits_are_not_its_vocabulary_is_refused(tiny, monkeypat
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["llama", "gemma2"], indirect=True)
 def test_forward_can_be_captured(model) -> None:
-    target = HFTarget.from_model(model.cuda()).with_features(FeatureSpec((1, 2)))
+    target = HFTarget.from_model(model.cuda()).with_features((1, 2))
     ids, rows = tokens().cuda(), torch.tensor([4, 2], device="cuda")
     positions = torch.zeros(LENGTH, dtype=torch.long, device="cuda")
 

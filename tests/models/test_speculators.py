@@ -77,7 +77,7 @@ def test_dflash(case, backend) -> None:
     vectors = load_file(FOLDER / case / "vectors.safetensors", device=DEVICE)
     head = load_dflash(FOLDER / case, target_with(vectors))
     assert isinstance(head, DFlashHead)
-    assert head.features.hidden_states == (0, 2, 3)
+    assert head.features == (0, 2, 3)
     ids, anchors, wanted = vectors["ids"], vectors["anchors"], vectors["logits"]
     batch, size, text = len(anchors), head.block.size, len(ids)
     assert wanted.shape == (batch, size, head.vocab_size)
@@ -120,7 +120,7 @@ def test_eagle3(case) -> None:
     target = target_with(vectors)
     head = load_draft(FOLDER / case, target)
     assert isinstance(head, Eagle3Head)
-    assert head.features.hidden_states == (0, 2, 3)
+    assert head.features == (0, 2, 3)
     ids, features, wanted = vectors["ids"], vectors["features"], vectors["logits"]
     text = len(ids)
 

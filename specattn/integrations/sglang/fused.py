@@ -16,7 +16,6 @@ from specattn.errors import UnsupportedError
 from specattn.kernels.fused.stream import ready
 from specattn.models import Eagle3Head, FusedTarget
 from specattn.models.fused.block import Block, RotaryTable, as_linear
-from specattn.models.hf import FeatureSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -101,7 +100,7 @@ def fused_target(
         inner.norm.variance_epsilon,
         max_context_len,
         eos_token_ids,
-        features=FeatureSpec(tuple(captured) or (len(layers),)),
+        features=tuple(captured) or (len(layers),),
     )
     ready(target.device)
     return target
@@ -139,7 +138,7 @@ def fused_head(
         blocks=_blocks(inner.layers, layers),
         fc=inner.fc.weight if mixes else None,
         # its target says which hidden states these are
-        features=FeatureSpec(),
+        features=(),
         feature_size=width,
         fc_bias=inner.fc.bias if mixes else None,
         target_ids=target_ids,

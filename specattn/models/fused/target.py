@@ -6,7 +6,7 @@ in between, so that the two differ by roundings in float16 and bfloat16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
@@ -23,7 +23,7 @@ from specattn.models.fused.block import (
     activation_of,
     product,
 )
-from specattn.models.hf import FeatureSpec, HFTarget
+from specattn.models.hf import HFTarget, checked_features
 from specattn.models.pretrained import tokenizer_of
 from specattn.models.shards import is_sharded
 from specattn.speculative.model import TargetOutput
@@ -65,7 +65,7 @@ class FusedTarget:
         Tokens that end a text.
     name : str
         The model's folder or Hub id, for the tokenizer.
-    features : FeatureSpec
+    features : tuple of int
         The hidden states that `forward` returns.
     """
 
@@ -78,7 +78,7 @@ class FusedTarget:
     max_context_len: int
     eos_token_ids: frozenset[int]
     name: str = ""
-    features: FeatureSpec = field(default_factory=FeatureSpec)
+    features: tuple[int, ...] = ()
 
     @classmethod
     def from_target(cls, target: HFTarget) -> Self:
@@ -119,7 +119,7 @@ class FusedTarget:
             target.features,
         )
 
-    def with_features(self, features: FeatureSpec) -> Self:
+    def with_features(self, features: tuple[int, ...]) -> Self:
         """Return a target of the same weights that gives other ``features``.
 
         Raises
@@ -127,8 +127,7 @@ class FusedTarget:
         ValueError
             If the model has no such hidden state.
         """
-        features.check(len(self.layers))
-        return replace(self, features=features)
+        return replace(self, features=checked_features(features, len(self.layers)))
 
     def for_context(self, max_context_len: int) -> Self:
         """Return a target of the same weights that rotates ``max_context_len`` positions.
@@ -216,14 +215,14 @@ class FusedTarget:
         )
         if whole and rows is not None:
             x = x[rows]
-        wanted = self.features.hidden_states
+        wanted = self.features
         if len(views) < len(wanted):
             states = torch.cat([views[index] for index in wanted], dim=1)
         return TargetOutput(product(x, self.lm_head.weight, self.lm_head.bias), states)
 
     def _states(self, count: int) -> tuple[Tensor | None, dict[int, Tensor]]:
         """Allocate features ``[T, F]``; return each hidden state's part, too."""
-        wanted = tuple(dict.fromkeys(self.features.hidden_states))
+        wanted = tuple(dict.fromkeys(self.features))
         if not wanted:
             return None, {}
         size = self.hidden_size
