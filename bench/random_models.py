@@ -81,14 +81,12 @@ def random_target(
     head = as_linear(embed.weight if tied else weights.linear(vocab, size))
     eos = config.eos_token_id
     return FusedTarget(
-        (blocks[0].geometry,) * len(blocks),
-        blocks,
-        embed.requires_grad_(False),
-        head,
-        weights.ones(size),
-        config.rms_norm_eps,
-        length,
-        frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        embed_tokens=embed.requires_grad_(False),
+        lm_head=head,
+        blocks=blocks,
+        norm=weights.ones(size),
+        max_context_len=length,
+        eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
     )
 
 

@@ -84,12 +84,12 @@ def tree_logits(
     x = model.embed_tokens.weight[tokens].double()
     for layer, block in enumerate(model.blocks):
         past = (pool.k[layer][slots.long()].double(), pool.v[layer][slots.long()].double())
-        h = _norm(x, block.input_norm, model.eps)
+        h = _norm(x, block.input_norm, block.eps)
         x = x + _attend(block, h, positions, past, mask) @ block.o.double().T
-        h = _norm(x, block.post_norm, model.eps)
+        h = _norm(x, block.post_norm, block.eps)
         gate, up = (h @ block.gate_up.double().T).chunk(2, dim=-1)
         x = x + (silu(gate) * up) @ block.down.double().T
-    last = _norm(x, model.norm, model.eps)
+    last = _norm(x, model.norm, model.blocks[0].eps)
     # in pieces: all of it in float64 takes gigabytes
     pieces = model.lm_head.weight.split(PIECE)
     return torch.cat([last @ piece.double().T for piece in pieces], dim=1)

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
-    from specattn.models import FusedTarget
-    from specattn.models.eagle import DraftHead
+    from specattn.models.fused.block import FusedModel
     from specattn.speculative.host_proposer import HostRequest
     from specattn.speculative.model import DraftModel, TargetModel
 
@@ -305,7 +304,7 @@ def cached_bytes(pool: KVPool, tokens: int) -> int:
     return tokens * (pool.k[:, 0].nbytes + pool.v[:, 0].nbytes)
 
 
-def matrix_bytes(model: FusedTarget | DraftHead) -> int:
+def matrix_bytes(model: FusedModel) -> int:
     """Return the bytes of the matrices that every forward reads."""
     blocks = model.blocks
     matrices = [m for block in blocks for m in (block.qkv, block.o, block.gate_up, block.down)]

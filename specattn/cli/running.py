@@ -229,16 +229,13 @@ def _mode_reports(engine: Engine, before: dict[str, Counter[str]]) -> tuple[Mode
 
 def _fused(engine: Engine) -> tuple[str, ...]:
     """Return which of an engine's models are fused ones."""
-    from specattn.models import FusedTarget, LMDraft
-    from specattn.models.eagle import DraftHead
+    from specattn.models import LMDraft
+    from specattn.models.fused.block import FusedModel
 
     slots = {"target": engine.target, "draft": engine.draft}
     models = {name: slot.model for name, slot in slots.items() if slot}
     return tuple(
         name
         for name, model in models.items()
-        if isinstance(
-            model.model if isinstance(model, LMDraft) else model,
-            FusedTarget | DraftHead,
-        )
+        if isinstance(model.model if isinstance(model, LMDraft) else model, FusedModel)
     )

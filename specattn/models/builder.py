@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specattn.config import AttnConfig
 from specattn.kernels.fused.stream import ready
-from specattn.models.fused.block import Block, RotaryTable, activation_of, as_linear
+from specattn.models.fused.block import Block, RotaryTable, as_linear
 from specattn.models.hf import rescaling_lengths
 from specattn.models.hub import count_from_first
 from specattn.models.shards import is_sharded
@@ -114,10 +114,7 @@ class HeadBuilder:
                 for key, one in weights.items()
                 if key.startswith(layer)
             }
-            shape = replace(geometry, window_left=window)
-            found.append(
-                Block.of_weights(own, rotary, shape, config.rms_norm_eps, activation_of(config))
-            )
+            found.append(Block.of_weights(own, rotary, replace(geometry, window_left=window)))
         return tuple(found)
 
     def ends(self, weights: dict[str, Tensor]) -> dict[str, Any]:

@@ -7,21 +7,19 @@ EAGLE-1 (Li et al., 2024, arXiv:2401.15077) and EAGLE-2 (arXiv:2406.16858) share
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from specattn.kernels.fused import add_rms_norm, embed_norm_pair
-from specattn.models.fused.block import product
+from specattn.models.fused.block import FusedModel, product
 from specattn.models.shards import is_sharded
 from specattn.speculative.model import DraftOutput
 
 if TYPE_CHECKING:
-    from specattn.config import AttnConfig
-    from specattn.models.fused.block import Block
     from specattn.speculative.model import Attend
 
 #: Settings of vLLM's speculators for norms that the paper's EAGLE-3 head has not: the norm of the
@@ -31,72 +29,26 @@ EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outpu
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class DraftHead:
+class DraftHead(FusedModel):
     """The parts that the heads of EAGLE and DFlash have.
 
     Parameters
     ----------
-    embed_tokens : nn.Embedding
-        ``[V, H]``, over target token ids; the target's own unless the checkpoint has one.
-    lm_head : nn.Linear
-        ``[Vd, H]``; the target's own unless the checkpoint has one.
-    blocks : tuple of Block
-        The weights of every layer.
     fc : Tensor or None
         ``[H, F]``, the projection of what the head reads; None if it reads one state of its width.
-    fc_bias : Tensor or None
-        ``[H]``.
-    features : tuple of int
-        The hidden states that the target must give: pass it to `HFTarget.with_features`.
     feature_size : int
         F, the width of the features.
+    fc_bias : Tensor or None
+        ``[H]``.
     target_ids : Tensor or None
-        ``[Vd]`` int64, the target token id of each draft token id; None if both are the same.
+        ``[Vd]`` int64, the target token id of each draft token id; None if both are the same. The
+        other parts are those of `FusedModel`.
     """
 
-    embed_tokens: nn.Embedding
-    lm_head: nn.Linear
-    blocks: tuple[Block, ...]
     fc: Tensor | None
-    features: tuple[int, ...]
     feature_size: int
     fc_bias: Tensor | None = None
     target_ids: Tensor | None = None
-
-    @property
-    def layers(self) -> tuple[AttnConfig, ...]:
-        """The attention geometry of every layer."""
-        return tuple(block.geometry for block in self.blocks)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights and hidden states."""
-        return self.blocks[0].geometry.dtype
-
-    @property
-    def hidden_size(self) -> int:
-        """H, the width of the states between draft steps."""
-        return self.lm_head.in_features
-
-    @property
-    def vocab_size(self) -> int:
-        """Vd, the width of the logits."""
-        return self.lm_head.out_features
-
-    def for_context(self, max_context_len: int) -> Self:
-        """Return a head of the same weights that rotates so many positions.
-
-        Later ones count as the last. A head that was never asked has those of its target.
-
-        Raises
-        ------
-        ModelError
-            If its rope type rotates contexts of that length in another way.
-        """
-        rotary = self.blocks[0].rotary.of_length(max_context_len)
-        if rotary is self.blocks[0].rotary:
-            return self
-        return replace(self, blocks=tuple(replace(one, rotary=rotary) for one in self.blocks))
 
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map draft token ids, int64 of any shape, to target token ids."""

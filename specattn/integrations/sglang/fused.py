@@ -88,18 +88,15 @@ def fused_target(
     """
     _refuse(model, TARGETS, layers)
     inner, config = model.model, model.config
-    blocks = _blocks(inner.layers, layers)
     captured = sorted(set(inner.layers_to_capture)) if model.capture_aux_hidden_states else []
     embedding = inner.embed_tokens.weight[: config.vocab_size]
     target = FusedTarget(
-        tuple(layers),
-        blocks,
-        nn.Embedding.from_pretrained(embedding),
-        as_linear(_vocabulary(model)),
-        inner.norm.weight,
-        inner.norm.variance_epsilon,
-        max_context_len,
-        eos_token_ids,
+        embed_tokens=nn.Embedding.from_pretrained(embedding),
+        lm_head=as_linear(_vocabulary(model)),
+        blocks=_blocks(inner.layers, layers),
+        norm=inner.norm.weight,
+        max_context_len=max_context_len,
+        eos_token_ids=eos_token_ids,
         features=tuple(captured) or (len(layers),),
     )
     ready(target.device)

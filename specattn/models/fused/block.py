@@ -1,4 +1,4 @@
-"""A fused decoder layer: packed weights, and the operations between their products."""
+"""Fused decoder layers: packed weights, and the operations between their products."""
 
 from __future__ import annotations
 
@@ -96,10 +96,12 @@ class Block:
         weights: Mapping[str, Tensor],
         rotary: RotaryTable,
         geometry: AttnConfig,
-        eps: float,
-        activation: Callable[[Tensor], Tensor] | None = None,
     ) -> Self:
-        """Pack a layer's weights, under the names of a transformers layer."""
+        """Pack a layer's weights, under the names of a transformers layer.
+
+        The table's configuration, a transformers model's, has the activation and the epsilon.
+        """
+        config: Any = rotary.rotary.config
         qkv, qkv_bias = _packed(weights, *HEADS)
         o, o_bias = _packed(weights, "self_attn.o_proj")
         gate_up, gate_up_bias = _packed(weights, *GATES)
@@ -112,7 +114,7 @@ class Block:
             geometry,
             rotary,
             norms,
-            eps,
+            config.rms_norm_eps,
             # EAGLE's first layer has none
             weights.get("input_layernorm.weight", post_norm),
             post_norm,
@@ -124,21 +126,14 @@ class Block:
             o_bias,
             gate_up_bias,
             down_bias,
-            activation,
+            None if config.hidden_act == "silu" else ACT2FN[config.hidden_act],
         )
 
     @classmethod
-    def of_layer(
-        cls,
-        layer: nn.Module,
-        rotary: RotaryTable,
-        geometry: AttnConfig,
-        eps: float,
-        activation: Callable[[Tensor], Tensor] | None = None,
-    ) -> Self:
+    def of_layer(cls, layer: nn.Module, rotary: RotaryTable, geometry: AttnConfig) -> Self:
         """Pack a transformers layer's weights, which become views of that."""
         weights = {name: one.detach() for name, one in layer.named_parameters()}
-        block = cls.of_weights(weights, rotary, geometry, eps, activation)
+        block = cls.of_weights(weights, rotary, geometry)
         for names, packed, bias in (
             (HEADS, block.qkv, block.qkv_bias),
             (GATES, block.gate_up, block.gate_up_bias),
@@ -214,6 +209,66 @@ class Block:
         return q, k, v
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FusedModel:
+    """The parts that a fused target and draft heads have.
+
+    Parameters
+    ----------
+    embed_tokens : nn.Embedding
+        ``[V, H]``, over target token ids; a head's is the target's own unless its checkpoint has
+        one.
+    lm_head : nn.Linear
+        ``[V, H]``, or ``[Vd, H]`` of a head; the target's own unless the checkpoint has one.
+    blocks : tuple of Block
+        The weights of every layer.
+    features : tuple of int
+        The target's hidden states that a draft reads, as in `HFTarget.features`: a target gives
+        them, and a head must be given them (pass them to `HFTarget.with_features`).
+    """
+
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+    blocks: tuple[Block, ...]
+    features: tuple[int, ...] = ()
+
+    @property
+    def layers(self) -> tuple[AttnConfig, ...]:
+        """The attention geometry of every layer."""
+        return tuple(block.geometry for block in self.blocks)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and hidden states."""
+        return self.blocks[0].geometry.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the width of one hidden state."""
+        return self.lm_head.in_features
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        return self.lm_head.out_features
+
+    def for_context(self, max_context_len: int) -> Self:
+        """Return a model of the same weights that rotates so many positions.
+
+        Later ones count as the last. A model that was never asked has those of its target, and
+        computes their angles in its first forward.
+
+        Raises
+        ------
+        ModelError
+            If its rope type rotates contexts of that length in another way.
+        """
+        rotary = self.blocks[0].rotary.of_length(max_context_len)
+        if rotary is self.blocks[0].rotary:
+            return self
+        return replace(self, blocks=tuple(replace(one, rotary=rotary) for one in self.blocks))
+
+
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply by ``weight [out, in]`` in S parts of the product."""
     if bias is None and streams(x, weight):
@@ -228,14 +283,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return parts[0]
     total: Tensor = add_partials(parts, x.dtype)
     return total
-
-
-def activation_of(config: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return a configuration's activation; None is SiLU."""
-    if config.hidden_act == "silu":
-        return None
-    activation: Callable[[Tensor], Tensor] = ACT2FN[config.hidden_act]
-    return activation
 
 
 def as_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

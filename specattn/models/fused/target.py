@@ -17,19 +17,13 @@ from torch import Tensor, nn
 from specattn.errors import ModelError
 from specattn.kernels.fused import add_rms_norm
 from specattn.kernels.fused.stream import ready
-from specattn.models.fused.block import (
-    Block,
-    RotaryTable,
-    activation_of,
-    product,
-)
+from specattn.models.fused.block import Block, FusedModel, RotaryTable, product
 from specattn.models.hf import HFTarget, checked_features
 from specattn.models.pretrained import tokenizer_of
 from specattn.models.shards import is_sharded
 from specattn.speculative.model import TargetOutput
 
 if TYPE_CHECKING:
-    from specattn.config import AttnConfig
     from specattn.speculative.model import Attend
 
 #: Types whose layers are those of Llama, but for norms of heads and for biases.
@@ -39,46 +33,28 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding}
 
 
-@dataclass(frozen=True, eq=False)
-class FusedTarget:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FusedTarget(FusedModel):
     """A target of few kernel launches, which goes wherever an `HFTarget` goes.
 
     `from_target` makes one of a loaded model of the types in `MODEL_TYPES`.
 
     Parameters
     ----------
-    layers : tuple of AttnConfig
-        The attention geometry of every layer.
-    blocks : tuple of Block
-        The weights of every layer.
-    embed_tokens : nn.Embedding
-        ``[V, H]``, the input embedding.
-    lm_head : nn.Linear
-        ``[V, H]``, the output projection.
     norm : Tensor
         ``[H]``, the weight of the final norm.
-    eps : float
-        The epsilon of every norm.
     max_context_len : int
         Tokens up to which positions mean what they did in training.
     eos_token_ids : frozenset of int
         Tokens that end a text.
     name : str
-        The model's folder or Hub id, for the tokenizer.
-    features : tuple of int
-        The hidden states that `forward` returns.
+        The model's folder or Hub id, for the tokenizer; the other parts are those of `FusedModel`.
     """
 
-    layers: tuple[AttnConfig, ...]
-    blocks: tuple[Block, ...]
-    embed_tokens: nn.Embedding
-    lm_head: nn.Linear
     norm: Tensor
-    eps: float
     max_context_len: int
     eos_token_ids: frozenset[int]
     name: str = ""
-    features: tuple[int, ...] = ()
 
     @classmethod
     def from_target(cls, target: HFTarget) -> Self:
@@ -102,21 +78,19 @@ class FusedTarget:
             raise ModelError("target", f"unsupported by the fused path: {'; '.join(reasons)}")
         rotary = RotaryTable(modules.model.rotary_emb, target.max_context_len)
         blocks = tuple(
-            Block.of_layer(layer, rotary, geometry, config.rms_norm_eps, activation_of(config))
+            Block.of_layer(layer, rotary, geometry)
             for layer, geometry in zip(modules.model.layers, target.layers, strict=True)
         )
         ready(target.device)
         return cls(
-            target.layers,
-            blocks,
-            target.embed_tokens,
-            target.lm_head,
-            modules.model.norm.weight,
-            config.rms_norm_eps,
-            target.max_context_len,
-            target.eos_token_ids,
-            target.name,
-            target.features,
+            embed_tokens=target.embed_tokens,
+            lm_head=target.lm_head,
+            blocks=blocks,
+            features=target.features,
+            norm=modules.model.norm.weight,
+            max_context_len=target.max_context_len,
+            eos_token_ids=target.eos_token_ids,
+            name=target.name,
         )
 
     def with_features(self, features: tuple[int, ...]) -> Self:
@@ -129,42 +103,10 @@ class FusedTarget:
         """
         return replace(self, features=checked_features(features, len(self.layers)))
 
-    def for_context(self, max_context_len: int) -> Self:
-        """Return a target of the same weights that rotates ``max_context_len`` positions.
-
-        Later positions count as the last one. A target that was never asked for a context computes
-        the angles of all positions of its model in its first forward.
-
-        Raises
-        ------
-        ModelError
-            If its rope type rotates contexts of that length in another way.
-        """
-        old = self.blocks[0].rotary
-        rotary = old.of_length(max_context_len)
-        if rotary is old:
-            return self
-        return replace(self, blocks=tuple(replace(block, rotary=rotary) for block in self.blocks))
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of one hidden state."""
-        return self.embed_tokens.embedding_dim
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return int(self.lm_head.weight.shape[0])
-
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.norm.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights and hidden states."""
-        return self.norm.dtype
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -182,7 +124,7 @@ class FusedTarget:
         self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> TargetOutput:
         """Run the model over flattened tokens; see `TargetModel.forward`."""
-        eps, blocks = self.eps, self.blocks
+        blocks, eps = self.blocks, self.blocks[0].eps
         states, views = self._states(len(input_ids))
         x, stream = add_rms_norm(
             self.embed_tokens.weight[None],
@@ -215,9 +157,8 @@ class FusedTarget:
         )
         if whole and rows is not None:
             x = x[rows]
-        wanted = self.features
-        if len(views) < len(wanted):
-            states = torch.cat([views[index] for index in wanted], dim=1)
+        if len(views) < len(self.features):
+            states = torch.cat([views[index] for index in self.features], dim=1)
         return TargetOutput(product(x, self.lm_head.weight, self.lm_head.bias), states)
 
     def _states(self, count: int) -> tuple[Tensor | None, dict[int, Tensor]]:
