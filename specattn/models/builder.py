@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specattn.config import AttnConfig
 from specattn.kernels.fused.stream import ready
 from specattn.models.fused.block import Block, RotaryTable, as_linear
 from specattn.models.hf import rescaling_lengths
-from specattn.models.hub import count_from_first
+from specattn.models.hub import count_from_first, first_line
 from specattn.models.shards import is_sharded
+from specattn.models.vocabulary import check_padding, target_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from transformers import LlamaConfig
 
     from specattn.models.checkpoint import Checkpoint
     from specattn.models.fused import FusedTarget
@@ -30,16 +33,66 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
+_REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads")
+_COUNTS = (
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+)
+_OTHERS = (
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+)
+
+
+@dataclass(frozen=True, eq=False)
 class HeadBuilder:
     """Reads a head's weights and makes its parts."""
 
     checkpoint: Checkpoint
     target: Target
-    config: LlamaConfig
-    mapped: Tensor | None  # [Vd], the target ids of a vocabulary of its own
     dtype: torch.dtype
     device: torch.device | str
+
+    @cached_property
+    def config(self) -> LlamaConfig:
+        """The shapes of its layers; without a ``vocab_size`` it has the target's."""
+        checkpoint, settings = self.checkpoint, self.checkpoint.settings
+        found = {key: settings.get(key) for key in _REQUIRED + _COUNTS + _OTHERS}
+        known = {key: value for key, value in found.items() if value is not None}
+        for key in _REQUIRED + _COUNTS:
+            if key in known or key in _REQUIRED:
+                checkpoint.number(key, 1)
+        if known.get("hidden_act", "silu") not in ACT2FN:
+            raise checkpoint.wrong_setting("hidden_act", ", which transformers does not know")
+        known = {"num_hidden_layers": 1, "vocab_size": self.target.vocab_size} | known
+        if known["vocab_size"] != self.target.vocab_size:
+            check_padding(checkpoint.name, known["vocab_size"], self.target)
+        try:
+            config = LlamaConfig(**known)
+        # transformers checks settings with types of another library
+        except Exception as error:
+            raise checkpoint.wrong(
+                f"has a config.json that transformers refuses: {first_line(error)}"
+            ) from error
+        rope = config.rope_parameters["rope_type"]
+        if rope not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise checkpoint.wrong(
+                f"asks for the rope type {rope!r} in config.json; known are default, "
+                f"{', '.join(ROPE_INIT_FUNCTIONS)}"
+            )
+        return config
+
+    @cached_property
+    def mapped(self) -> Tensor | None:
+        """The target ids ``[Vd]`` of a vocabulary of its own."""
+        return target_ids(self.checkpoint, self.config.vocab_size, self.target.vocab_size)
 
     def layer_shapes(
         self, layer: str, width: int, *, head_norms: bool = False, input_norm: bool = True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,69 +23,181 @@ if TYPE_CHECKING:
 
 # The index of shards and the single file of each format, in the order of preference.
 _FILES = (
-    ("model.safetensors.index.json", "model.safetensors"),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
 )
+# Objects of config.json whose settings count as its own.
+_NESTED = ("transformer_layer_config", "eagle_config", "dflash_config")
 _FETCHED = ["*.json", "*.safetensors", "pytorch_model*.bin"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A draft checkpoint as it was read, not checked against a target.
+    """A draft checkpoint, not checked against a target.
+
+    Its files are read when something is first asked of them; what is wrong with them is a
+    `ModelError` then.
 
     Parameters
     ----------
     name : str
         The folder or Hub id, for messages.
-    settings : dict
-        ``config.json``. What is nested in its ``eagle_config`` or ``dflash_config`` wins over it,
-        and it wins over what is nested in its ``transformer_layer_config`` (of vLLM's speculators).
-    tensors : dict of str to Tensor
-        The weights, under one name each whatever the layout, and the vocabulary maps ``d2t`` and
-        ``t2d``.
-    kind : str
-        ``"eagle"`` (EAGLE or EAGLE-2), ``"eagle3"`` or ``"dflash"``.
-    weights : str
-        The name of the file that holds or lists the weights, for messages.
     folder : Path
         Where its files are.
     """
 
     name: str
-    settings: dict[str, Any]
-    tensors: dict[str, Tensor]
-    kind: str
-    weights: str
     folder: Path
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """``config.json``, of a head that is served and of plain weights.
+
+        What is nested in its ``eagle_config`` or ``dflash_config`` wins over it, and it wins over
+        what is nested in its ``transformer_layer_config`` (of vLLM's speculators).
+        """
+        if not (self.folder / "config.json").is_file():
+            raise self.wrong("has no config.json")
+        stated = self._object("config.json")
+        for key in (*_NESTED, "quantization_config"):
+            if not isinstance(stated.get(key) or {}, dict):
+                raise self.wrong(f"has {key} {stated[key]!r} in config.json; expected an object")
+        layer, eagle, dflash = (stated.get(key) or {} for key in _NESTED)
+        settings: dict[str, Any] = layer | stated | eagle | dflash
+        if any("medusa" in key for key in settings):
+            raise self.wrong("is a Medusa head, no EAGLE head")
+        if quantized := settings.get("quantization_config"):
+            raise self.wrong(
+                f"is quantised (quant_method {quantized.get('quant_method')!r}); expected plain "
+                "weights, and no quantization_config in config.json"
+            )
+        return settings
+
+    @property
+    def by_speculators(self) -> bool:
+        """Whether the layout is that of vLLM's speculators."""
+        return "speculators_model_type" in self.settings
+
+    @cached_property
+    def weights(self) -> str:
+        """The name of the file that holds or lists the weights."""
+        for file in _FILES:
+            if (self.folder / file).is_file():
+                return file
+        raise self.wrong("has neither model.safetensors nor pytorch_model.bin")
+
+    @cached_property
+    def kind(self) -> str:
+        """``"eagle"`` (EAGLE or EAGLE-2), ``"eagle3"`` or ``"dflash"``."""
+        settings = self.settings
+        architectures = " ".join(settings.get("architectures") or ()).lower()
+        stated = settings.get("speculators_model_type")
+        if stated not in (None, "eagle", "eagle3", "dflash"):
+            known = "; known are 'eagle', 'eagle3' and 'dflash'"
+            raise self.wrong_setting("speculators_model_type", known)
+        # newer layouts have at the top level what others nest in dflash_config
+        nested = "dflash_config" in settings or {"block_size", "mask_token_id"} <= settings.keys()
+        if stated == "dflash" or nested or "dflash" in architectures:
+            return "dflash"
+        marks = ("midlayer.", ".hidden_norm.", "d2t")
+        if "eagle3" in architectures or any(mark in key for key in self._stored for mark in marks):
+            return "eagle3"
+        return "eagle"
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights and the vocabulary maps, ``d2t`` and ``t2d``, each renamed."""
+        renamed: dict[str, Tensor] = {}
+        for key, tensor in self._stored.items():
+            short = key.removeprefix("model.")
+            if self.kind == "eagle3" and short.startswith("layers.0."):
+                short = "midlayer." + short.removeprefix("layers.0.")
+            if short in renamed:
+                raise self.wrong(f"holds the tensor {short} twice in {self.weights}")
+            # the configuration tells it
+            if not short.endswith("rotary_emb.inv_freq"):
+                renamed[short] = tensor
+        return renamed
 
     def wrong(self, message: str) -> ModelError:
         """Return the error that tells what is wrong with this draft."""
         return ModelError("draft", f"{self.name} {message}")
 
-    def number(self, key: str, least: int, most: int) -> int:
+    def wrong_setting(self, key: str, why: str) -> ModelError:
+        """Return the error for a setting of ``config.json``."""
+        return self.wrong(f"has {key} {self.settings[key]!r} in config.json{why}")
+
+    def number(self, key: str, least: int, most: int | None = None) -> int:
         """Return a whole number of ``config.json`` in a range."""
         found = self.settings.get(key)
         if found is None:
             raise self.wrong(f"has no {key} in config.json")
-        if type(found) is not int or not least <= found <= most:
-            raise self.wrong(
-                f"has {key} {found!r} in config.json; expected a whole number of {least}..{most}"
-            )
+        if type(found) is not int or found < least or (most is not None and found > most):
+            wanted = f"at least {least}" if most is None else f"{least}..{most}"
+            raise self.wrong_setting(key, f"; expected a whole number of {wanted}")
         return found
 
-    def numbers(self, key: str, *, least: int = 0) -> list[int] | None:
-        """Return a list of whole numbers of ``config.json``, if it has one.
+    def states(self, key: str, layers: int) -> tuple[int, ...]:
+        """Return the target's states that a setting's list of layers means.
 
-        It must have ``least`` of them.
+        They are those of the first ``layers`` layers. speculators counts the states that enter a
+        layer, others those that leave one.
         """
-        found: list[int] | None = self.settings.get(key)
+        found = self.settings.get(key)
         if found is None:
-            return None
-        listed = isinstance(found, list) and len(found) >= least
-        if not listed or any(type(number) is not int for number in found):
+            raise self.wrong(f"has no {key} in config.json")
+        if not isinstance(found, list) or {int} != {type(index) for index in found}:
+            raise self.wrong_setting(key, "; expected a list of whole numbers")
+        if not all(0 <= index < layers for index in found):
+            where = f"{'before' if self.by_speculators else 'after'} the layers 0..{layers - 1}"
+            raise self.wrong_setting(key, f"; the target can be read {where}")
+        return tuple(index if self.by_speculators else index + 1 for index in found)
+
+    @cached_property
+    def _stored(self) -> dict[str, Tensor]:
+        """The tensors under the names that they are stored by."""
+        files = [self.weights]
+        if self.weights.endswith(".json"):
+            shards = self._object(self.weights).get("weight_map")
+            if not isinstance(shards, dict):
+                raise self.wrong(f"has no weight_map in {self.weights}")
+            files = sorted(set(shards.values()))
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            tensors |= self._file(self.folder / file)
+        return tensors
+
+    def _file(self, path: Path) -> dict[str, Tensor]:
+        if not path.is_file():
+            raise self.wrong(f"lacks the file {path.name}")
+        try:
+            if path.suffix == ".safetensors":
+                found: Any = load_file(path)
+            else:
+                found = torch.load(path, map_location="cpu", weights_only=True)
+        except (SafetensorError, EOFError) as error:
+            raise self.wrong(f"has a corrupt {path.name}") from error
+        except pickle.UnpicklingError as error:
             raise self.wrong(
-                f"has {key} {found!r} in config.json; expected a list of whole numbers"
-            )
+                f"has a {path.name} that is corrupt or holds more than tensors"
+            ) from error
+        if not isinstance(found, dict) or not all(
+            isinstance(key, str) and isinstance(value, Tensor) for key, value in found.items()
+        ):
+            kind = type(found).__name__
+            raise self.wrong(f"has a {kind} in {path.name}; expected a dict of tensors by name")
+        tensors: dict[str, Tensor] = found
+        return tensors
+
+    def _object(self, file: str) -> dict[str, Any]:
+        try:
+            found = json.loads((self.folder / file).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise self.wrong(f"has a corrupt {file}: {error}") from error
+        if not isinstance(found, dict):
+            raise self.wrong(f"has a {type(found).__name__} in {file}; expected an object")
         return found
 
 
@@ -99,134 +212,12 @@ def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
     name = str(path_or_id)
     if is_gguf(name):
         raise ModelError("draft", f"{name} is no head but a whole model: load it by load_lm_draft")
-    folder = fetch("draft", path_or_id, _FETCHED)
+    checkpoint = Checkpoint(name, fetch("draft", path_or_id, _FETCHED))
     with blaming("draft", name):
-        settings = _read_settings(folder, name)
-        tensors = _read_tensors(folder, name)
-        kind = _kind(settings, tensors, name)
-        weights = next(file for pair in _FILES for file in pair if (folder / file).is_file())
-        checkpoint = Checkpoint(name, settings, {}, kind, weights, folder)
-        checkpoint = replace(checkpoint, tensors=_rename(tensors, checkpoint))
-        if kind == "eagle" and "fc.weight" not in checkpoint.tensors:
+        if checkpoint.kind == "eagle" and "fc.weight" not in checkpoint.tensors:
             raise checkpoint.wrong(
-                f"is no EAGLE head: it has no tensor fc.weight in {weights}, as a whole model or "
-                "a Medusa head; give a head that was trained for this target, and load a whole "
-                "model by load_lm_draft"
+                f"is no EAGLE head: it has no tensor fc.weight in {checkpoint.weights}, as a whole "
+                "model or a Medusa head; give a head that was trained for this target, and load a "
+                "whole model by load_lm_draft"
             )
-        return checkpoint
-
-
-def _read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """Read ``config.json``; refuse heads of another kind or quantised."""
-    if not (folder / "config.json").is_file():
-        raise ModelError("draft", f"{name} has no config.json")
-    settings = _read_object(folder / "config.json", name)
-    for nested in (
-        "transformer_layer_config",
-        "eagle_config",
-        "dflash_config",
-        "quantization_config",
-    ):
-        if not isinstance(settings.get(nested) or {}, dict):
-            raise ModelError(
-                "draft",
-                f"{name} has {nested} {settings[nested]!r} in config.json; expected an object",
-            )
-    settings = (settings.get("transformer_layer_config") or {}) | settings
-    settings |= settings.get("eagle_config") or {}
-    settings |= settings.get("dflash_config") or {}
-    if any("medusa" in key for key in settings):
-        raise ModelError("draft", f"{name} is a Medusa head, no EAGLE head")
-    if quantized := settings.get("quantization_config"):
-        method = quantized.get("quant_method")
-        raise ModelError(
-            "draft",
-            f"{name} is quantised (quant_method {method!r}); expected plain weights, and no "
-            "quantization_config in config.json",
-        )
-    return settings
-
-
-def _read_object(path: Path, name: str) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError("draft", f"{name} has a corrupt {path.name}: {error}") from error
-    if not isinstance(found, dict):
-        kind = type(found).__name__
-        raise ModelError("draft", f"{name} has a {kind} in {path.name}; expected an object")
-    return found
-
-
-def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in _weight_files(folder, name):
-        if not path.is_file():
-            raise ModelError("draft", f"{name} lacks the file {path.name}")
-        try:
-            if path.suffix == ".safetensors":
-                tensors |= load_file(path)
-                continue
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        except (SafetensorError, EOFError) as error:
-            raise ModelError("draft", f"{name} has a corrupt {path.name}") from error
-        except pickle.UnpicklingError as error:
-            raise ModelError(
-                "draft", f"{name} has a {path.name} that is corrupt or holds more than tensors"
-            ) from error
-        if not isinstance(found, dict) or not all(
-            isinstance(key, str) and isinstance(value, Tensor) for key, value in found.items()
-        ):
-            kind = type(found).__name__
-            raise ModelError(
-                "draft", f"{name} has a {kind} in {path.name}; expected a dict of tensors by name"
-            )
-        tensors |= found
-    return tensors
-
-
-def _weight_files(folder: Path, name: str) -> list[Path]:
-    for index, single in _FILES:
-        if (folder / index).is_file():
-            shards = _read_object(folder / index, name).get("weight_map")
-            if not isinstance(shards, dict):
-                raise ModelError("draft", f"{name} has no weight_map in {index}")
-            return [folder / shard for shard in sorted(set(shards.values()))]
-        if (folder / single).is_file():
-            return [folder / single]
-    raise ModelError("draft", f"{name} has neither model.safetensors nor pytorch_model.bin")
-
-
-def _kind(settings: dict[str, Any], tensors: dict[str, Tensor], name: str) -> str:
-    """Return the head's kind, by its settings or its tensors' names."""
-    architectures = " ".join(settings.get("architectures") or ()).lower()
-    stated = settings.get("speculators_model_type")
-    if stated not in (None, "eagle", "eagle3", "dflash"):
-        raise ModelError(
-            "draft",
-            f"{name} has speculators_model_type {stated!r} in config.json; known are 'eagle', "
-            "'eagle3' and 'dflash'",
-        )
-    # newer layouts have at the top level what others nest in dflash_config
-    nested = "dflash_config" in settings or {"block_size", "mask_token_id"} <= settings.keys()
-    if stated == "dflash" or nested or "dflash" in architectures:
-        return "dflash"
-    marks = ("midlayer.", ".hidden_norm.", "d2t")
-    if "eagle3" in architectures or any(mark in key for key in tensors for mark in marks):
-        return "eagle3"
-    return "eagle"
-
-
-def _rename(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Give the tensors of published checkpoints one spelling."""
-    renamed: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        short = key.removeprefix("model.")
-        if checkpoint.kind == "eagle3" and short.startswith("layers.0."):
-            short = "midlayer." + short.removeprefix("layers.0.")
-        if short in renamed:
-            raise checkpoint.wrong(f"holds the tensor {short} twice in {checkpoint.weights}")
-        # the configuration tells it
-        if not short.endswith("rotary_emb.inv_freq"):
-            renamed[short] = tensor
-    return renamed
+    return checkpoint

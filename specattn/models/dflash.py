@@ -8,7 +8,8 @@ arXiv:2602.06036). `specattn.models.load_dflash` builds the heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -40,76 +41,42 @@ _UNSERVED = {
 }
 
 
-@dataclass(frozen=True)
-class DFlashSettings:
-    """A DFlash head's settings in ``config.json``, besides its layers' shapes.
+def read_block(
+    checkpoint: Checkpoint, layers: int, vocab_size: int
+) -> tuple[BlockShape, tuple[int, ...]]:
+    """Return a head's block, and ``AttnConfig.window_left`` of every layer.
 
     Parameters
     ----------
-    block : BlockShape
-        What the head fills in one forward.
-    features : tuple of int
-        The hidden states that the target must give.
-    windows : tuple of int
-        ``AttnConfig.window_left`` of every layer.
+    checkpoint : Checkpoint
+        The head's.
+    layers : int
+        Its layers.
+    vocab_size : int
+        Tokens that the embedding knows.
+
+    Raises
+    ------
+    ModelError
+        In one line, for a setting that is missing, out of range or not served.
     """
-
-    block: BlockShape
-    features: tuple[int, ...]
-    windows: tuple[int, ...]
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, layers: int, target_layers: int, vocab_size: int) -> Self:
-        """Read and check the settings.
-
-        Parameters
-        ----------
-        checkpoint : Checkpoint
-            The head's.
-        layers, target_layers : int
-            Layers of the draft and of the target.
-        vocab_size : int
-            Tokens that the embedding knows.
-
-        Raises
-        ------
-        ModelError
-            In one line, for a setting that is missing, out of range or not served.
-        """
-        settings = checkpoint.settings
-        for key, plain in _UNSERVED.items():
-            if settings.get(key) not in (None, plain):
-                raise checkpoint.wrong(
-                    f"has {key} {settings[key]!r} in config.json, which no DFlash head here has"
-                )
-        from_anchor = bool(settings.get("sample_from_anchor"))
-        size = checkpoint.number("block_size", 1 if from_anchor else 2, MAX_BLOCK)
-        mask = checkpoint.number("mask_token_id", 0, vocab_size - 1)
-        views, windows = _attention(checkpoint, layers)
-        block = BlockShape(size, mask, 0 if from_anchor else 1, views)
-        return cls(block, _features(checkpoint, target_layers), windows)
+    for key, plain in _UNSERVED.items():
+        if checkpoint.settings.get(key) not in (None, plain):
+            raise checkpoint.wrong_setting(key, ", which no DFlash head here has")
+    from_anchor = bool(checkpoint.settings.get("sample_from_anchor"))
+    size = checkpoint.number("block_size", 1 if from_anchor else 2, MAX_BLOCK)
+    mask = checkpoint.number("mask_token_id", 0, vocab_size - 1)
+    views, windows = _attention(checkpoint, layers)
+    return BlockShape(size, mask, 0 if from_anchor else 1, views), windows
 
 
-def _features(checkpoint: Checkpoint, target_layers: int) -> tuple[int, ...]:
-    """Return the target's states that the head reads.
-
-    speculators counts the states that enter a layer, z-lab those that leave one.
-    """
-    settings = checkpoint.settings
-    entering = "speculators_model_type" in settings
-    key = "aux_hidden_state_layer_ids" if entering else "target_layer_ids"
-    made_for = settings.get("num_target_layers")
+def read_states(checkpoint: Checkpoint, target_layers: int) -> tuple[int, ...]:
+    """Return the target's states that the head reads, as in `HFTarget.features`."""
+    made_for = checkpoint.settings.get("num_target_layers")
     if made_for not in (None, target_layers):
-        raise checkpoint.wrong(
-            f"has num_target_layers {made_for!r} in config.json; the target has {target_layers}"
-        )
-    if (ids := checkpoint.numbers(key, least=1)) is None:
-        raise checkpoint.wrong(f"has no {key} in config.json")
-    if not all(0 <= index < target_layers for index in ids):
-        raise checkpoint.wrong(
-            f"has {key} {ids} in config.json; the target has the layers 0..{target_layers - 1}"
-        )
-    return tuple(index if entering else index + 1 for index in ids)
+        raise checkpoint.wrong_setting("num_target_layers", f"; the target has {target_layers}")
+    key = "aux_hidden_state_layer_ids" if checkpoint.by_speculators else "target_layer_ids"
+    return checkpoint.states(key, target_layers)
 
 
 def _attention(
@@ -122,13 +89,13 @@ def _attention(
     the block's first token, which sees as many tokens before itself as the window is wide.
     """
     settings = checkpoint.settings
-    by_speculators = "speculators_model_type" in settings
+    by_speculators = checkpoint.by_speculators
     types = settings.get("layer_types") or ["full_attention"] * layers
     known = ("full_attention", "sliding_attention")
     fits = isinstance(types, list) and len(types) == layers
     if not fits or any(kind not in known for kind in types):
-        raise checkpoint.wrong(
-            f"has layer_types {types!r} in config.json; expected {layers} of {' and '.join(known)}"
+        raise checkpoint.wrong_setting(
+            "layer_types", f"; expected {layers} of {' and '.join(known)}"
         )
     window = -1
     if "sliding_attention" in types:

@@ -307,7 +307,7 @@ def nested(**changes: Any) -> dict[str, Any]:
         (nested(target_layer_ids=[0.0, 2, 3]), "target_layer_ids [0.0, 2, 3] in config.json; exp"),
         (
             {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [0, 2, 5]},
-            "aux_hidden_state_layer_ids [0, 2, 5] in config.json; the target has the layers 0..4",
+            "aux_hidden_state_layer_ids [0, 2, 5] in config.json; the target can be read before",
         ),
         ({"num_target_layers": 36}, "num_target_layers 36 in config.json; the target has 5"),
         ({"layer_types": ["full_attention"]}, "layer_types ['full_attention'] in config.json; exp"),
