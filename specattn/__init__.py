@@ -9,23 +9,32 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+# `as` tells type checkers that the names are meant for others, too
 if TYPE_CHECKING:
-    from specattn.backends import available, choose_backend, register_backend
-    from specattn.cache.external import ExternalTable
-    from specattn.cache.kv_pool import KVPool
-    from specattn.cache.slot_table import SlotTable
-    from specattn.config import AttnConfig, SpecConfig
-    from specattn.engine.engine import Engine
-    from specattn.engine.policy import GoodputPolicy
-    from specattn.engine.request import Request, RequestOutput
-    from specattn.engine.serving import AsyncEngine
-    from specattn.errors import SpecAttnError
-    from specattn.integrations.transformers import generate
-    from specattn.speculative.model import ModelSlot
-    from specattn.speculative.prefill import Prefill, Prompt
-    from specattn.speculative.sampling import SamplingBatch, SamplingParams
-    from specattn.speculative.states import RequestStates, StateDims
-    from specattn.speculative.step_decoder import PendingStep, StepDecoder
+    from specattn.backends import available as available
+    from specattn.backends import choose_backend as choose_backend
+    from specattn.backends import register_backend as register_backend
+    from specattn.cache.external import ExternalTable as ExternalTable
+    from specattn.cache.kv_pool import KVPool as KVPool
+    from specattn.cache.slot_table import SlotTable as SlotTable
+    from specattn.config import AttnConfig as AttnConfig
+    from specattn.config import SpecConfig as SpecConfig
+    from specattn.engine.engine import Engine as Engine
+    from specattn.engine.policy import GoodputPolicy as GoodputPolicy
+    from specattn.engine.request import Request as Request
+    from specattn.engine.request import RequestOutput as RequestOutput
+    from specattn.engine.serving import AsyncEngine as AsyncEngine
+    from specattn.errors import SpecAttnError as SpecAttnError
+    from specattn.integrations.transformers import generate as generate
+    from specattn.speculative.model import ModelSlot as ModelSlot
+    from specattn.speculative.prefill import Prefill as Prefill
+    from specattn.speculative.prefill import Prompt as Prompt
+    from specattn.speculative.sampling import SamplingBatch as SamplingBatch
+    from specattn.speculative.sampling import SamplingParams as SamplingParams
+    from specattn.speculative.states import RequestStates as RequestStates
+    from specattn.speculative.states import StateDims as StateDims
+    from specattn.speculative.step_decoder import PendingStep as PendingStep
+    from specattn.speculative.step_decoder import StepDecoder as StepDecoder
 
 __version__ = "0.1.0"
 
@@ -56,32 +65,7 @@ _HOME_OF = {
     "register_backend": "backends",
 }
 
-__all__ = [
-    "AsyncEngine",
-    "AttnConfig",
-    "Engine",
-    "ExternalTable",
-    "GoodputPolicy",
-    "KVPool",
-    "ModelSlot",
-    "PendingStep",
-    "Prefill",
-    "Prompt",
-    "Request",
-    "RequestOutput",
-    "RequestStates",
-    "SamplingBatch",
-    "SamplingParams",
-    "SlotTable",
-    "SpecAttnError",
-    "SpecConfig",
-    "StateDims",
-    "StepDecoder",
-    "available",
-    "choose_backend",
-    "generate",
-    "register_backend",
-]
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:
