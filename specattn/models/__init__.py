@@ -4,11 +4,10 @@ The package imports transformers, so ``import specattn`` does not import it.
 """
 
 from specattn.models.dflash import DFlashHead
-from specattn.models.draft import load_dflash, load_draft
+from specattn.models.draft import load_dflash, load_draft, load_lm_draft
 from specattn.models.eagle import Eagle3Head, EagleHead
-from specattn.models.fused import FusedTarget, fuse
+from specattn.models.fused.target import FusedTarget, fuse
 from specattn.models.hf import HFTarget
-from specattn.models.lm import load_lm_draft
 from specattn.speculative.standalone import LMDraft
 
 __all__ = [

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specattn.models.checkpoint import Checkpoint
-    from specattn.models.fused import FusedTarget
+    from specattn.models.fused.target import FusedTarget
     from specattn.models.hf import HFTarget
 
     Target = HFTarget | FusedTarget

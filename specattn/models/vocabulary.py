@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.models.checkpoint import Checkpoint
-    from specattn.models.fused import FusedTarget
+    from specattn.models.fused.target import FusedTarget
     from specattn.models.hf import HFTarget
 
 _FILE = "tokenizer.json"

@@ -23,8 +23,8 @@ from specattn.models import (
     HFTarget,
     load_draft,
 )
+from specattn.models.draft import lm_draft
 from specattn.models.hub import PAIR
-from specattn.models.lm import lm_draft
 from specattn.models.probe import probe_layers
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.proposer import ProposerFactory

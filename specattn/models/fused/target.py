@@ -6,10 +6,11 @@ in between, so that the two differ by roundings in float16 and bfloat16.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,14 @@ from specattn.models.hf import HFTarget, checked_features
 from specattn.models.pretrained import tokenizer_of
 from specattn.models.shards import is_sharded
 from specattn.speculative.model import TargetOutput
+from specattn.speculative.standalone import LMDraft
 
 if TYPE_CHECKING:
     from specattn.speculative.model import Attend
+
+log = logging.getLogger(__name__)
+
+Draft = TypeVar("Draft")
 
 #: Types whose layers are those of Llama, but for norms of heads and for biases.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -180,3 +186,33 @@ def _oddity(name: str, part: nn.Module) -> str:
         if name.endswith(suffix) and type(part) is not plain:
             return f"{name} is a {type(part).__name__}"
     return ""
+
+
+def fuse(
+    target: HFTarget, draft: Draft | None = None
+) -> tuple[HFTarget | FusedTarget, Draft | None]:
+    """Fuse the target and the draft, where there is a fused form.
+
+    A model that it does not compute is returned as it is, and the log says why at level INFO;
+    `FusedTarget.from_target` raises the same reasons. A fused model shares the weights of the one
+    it was made of. Heads are made fused when they are loaded.
+
+    Parameters
+    ----------
+    target : HFTarget
+        The target; the features that it gives stay the same.
+    draft : head or LMDraft, optional
+        A draft for this target, as it was loaded.
+    """
+    if isinstance(draft, LMDraft) and isinstance(draft.model, HFTarget):
+        draft = replace(draft, model=_fused("draft", draft.model))
+    return _fused("target", target), draft
+
+
+def _fused(name: str, model: HFTarget) -> HFTarget | FusedTarget:
+    """Return a model's fused form, or the model itself and log why."""
+    try:
+        return FusedTarget.from_target(model)
+    except ModelError as error:
+        log.info("the %s is not fused: %s", name, error)
+        return model
