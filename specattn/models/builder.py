@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specattn.config import AttnConfig
 from specattn.kernels.fused.stream import ready
 from specattn.models.fused.block import Block, RotaryTable, as_linear
-from specattn.models.hf import rescaling_lengths
+from specattn.models.hf import rescaling_length
 from specattn.models.hub import count_from_first, first_line
 from specattn.models.shards import is_sharded
 from specattn.models.vocabulary import check_padding, target_ids
@@ -151,7 +151,7 @@ class HeadBuilder:
     ) -> tuple[Block, ...]:
         """Pack the layers whose names begin so."""
         config = self.config
-        length = min([self.target.max_context_len, *rescaling_lengths(config).values()])
+        length = min(self.target.max_context_len, rescaling_length(config)[0])
         rotary = RotaryTable(LlamaRotaryEmbedding(config).to(self.device), length, "draft")
         geometry = AttnConfig(
             config.num_attention_heads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self
@@ -149,9 +150,7 @@ class HFTarget:
     @property
     def max_context_len(self) -> int:
         """Most tokens for which the position embedding is that of training."""
-        return min(
-            [int(self.config.max_position_embeddings), *rescaling_lengths(self.config).values()]
-        )
+        return min(int(self.config.max_position_embeddings), rescaling_length(self.config)[0])
 
     def for_context(self, max_context_len: int) -> Self:
         """Return the target itself if its positions allow the length.
@@ -287,24 +286,23 @@ def refuse_rescaling(argument: str, name: str, config: Any, max_context_len: int
         If a request of that length would rotate all tokens of its batch in another way, and make
         the keys in the pool wrong.
     """
-    for kind, limit in rescaling_lengths(config).items():
-        if max_context_len > limit:
-            raise ModelError(
-                argument,
-                f"{name} has rope type {kind!r}, which rotates all tokens in another way once a "
-                f"context is longer than {limit}: max_context_len must be at most {limit}, got "
-                f"{max_context_len}",
-            )
+    limit, kind = rescaling_length(config)
+    if max_context_len > limit:
+        raise ModelError(
+            argument,
+            f"{name} has rope type {kind!r}, which rotates all tokens in another way once a "
+            f"context is longer than {limit}: max_context_len must be at most {limit}, got "
+            f"{max_context_len}",
+        )
 
 
-def rescaling_lengths(config: Any) -> dict[str, int]:
-    """Return the length from which each rope type rescales its batch."""
-    longest = int(config.max_position_embeddings)
+def rescaling_length(config: Any) -> tuple[int, str]:
+    """Return the length from which a rope type rescales its batch, and the type."""
     ropes = getattr(config, "rope_parameters", None) or {}
-    found = {}
+    found = [(sys.maxsize, "")]
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
         if (kind := rope.get("rope_type")) == "longrope":
-            found[kind] = rope["original_max_position_embeddings"]
+            found.append((rope["original_max_position_embeddings"], kind))
         elif kind == "dynamic":
-            found[kind] = longest
-    return found
+            found.append((int(config.max_position_embeddings), kind))
+    return min(found)

@@ -45,8 +45,7 @@ def load_causal(
             check_rope(name)
         config = AutoConfig.from_pretrained(folder, **file, trust_remote_code=False)
         _check_causal(name, config)
-        _check_quantised(name, config)
-        plain = dequantised() if file else _dequantised(config)
+        plain = dequantised() if file else _dequantised(name, config)
         module, info = AutoModelForCausalLM.from_pretrained(
             folder,
             **file,
@@ -108,23 +107,17 @@ def _check_causal(name: str, config: Any) -> None:
         raise ModelError("target", f"{name} is no causal language model ({config.model_type})")
 
 
-def _check_quantised(name: str, config: Any) -> None:
-    """Refuse weights that transformers would take for plain ones, with a warning."""
-    quantised = getattr(config, "quantization_config", None)
-    if quantised and not AutoHfQuantizer.supports_quant_method(quantised):
-        method = quantised.get("quant_method")
-        raise ModelError("target", f"{name} has quant_method {method!r}, unknown to transformers")
-
-
-def _dequantised(config: Any) -> dict[str, Any]:
+def _dequantised(name: str, config: Any) -> dict[str, Any]:
     """Return the arguments that load MXFP4 weights (gpt-oss) as plain ones.
 
     Kernels for them as they are come from the Hub, on some machines; nothing here has run them.
+    Weights of a method that transformers would take for plain ones, with a warning, are refused.
     """
     quantised = getattr(config, "quantization_config", None) or {}
-    if quantised.get("quant_method") != "mxfp4":
-        return {}
-    return {"quantization_config": Mxfp4Config(dequantize=True)}
+    method = quantised.get("quant_method")
+    if quantised and not AutoHfQuantizer.supports_quant_method(quantised):
+        raise ModelError("target", f"{name} has quant_method {method!r}, unknown to transformers")
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}
 
 
 def _convert_experts(module: nn.Module, dtype: torch.dtype) -> None:

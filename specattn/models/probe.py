@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from specattn.config import AttnConfig
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 # at the positions on the host before every forward to find packed sequences.
 _WITH_MASKS = "specattn_probe"
 
+# The attribute of its masks that has what transformers would have computed them from.
+_FUNCTION = "specattn_mask_function"
 _KINDS = {"full_attention", "sliding_attention"}
 # Tensors a layer may pass along that do not change what attention computes.
 _HARMLESS = {"position_ids", "cache_position"}
@@ -204,18 +205,14 @@ class _Probe:
         """
         if mask is None:
             return asked or 0
-        if not isinstance(mask, Tensor) or mask not in _MASKS:
+        if (function := getattr(mask, _FUNCTION, None)) is None:
             raise _unsupported(self._config, f"gives attention layer {index} its own mask")
-        window = _window_of(_MASKS[mask], self._config.max_position_embeddings, mask.device)
+        window = _window_of(function, self._config.max_position_embeddings, mask.device)
         if window is None:
             raise _unsupported(
                 self._config, f"has a mask in layer {index} that is no causal window"
             )
         return window
-
-
-# What transformers would have computed each mask from.
-_MASKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _mask(
@@ -229,7 +226,7 @@ def _mask(
 ) -> Tensor:
     """Stand in for a mask, and keep what it comes from."""
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
-    _MASKS[mask] = mask_function
+    setattr(mask, _FUNCTION, mask_function)
     return mask
 
 

@@ -18,7 +18,7 @@ from specattn.kernels.fused import (
     qk_norm_rope_store_kv,
 )
 from specattn.kernels.fused.stream import stream_gated, stream_linear, streams
-from specattn.models.hf import refuse_rescaling, rescaling_lengths
+from specattn.models.hf import refuse_rescaling, rescaling_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,8 +62,7 @@ class RotaryTable:
         config: Any = self.rotary.config
         refuse_rescaling(self.argument, f"the {self.argument}", config, length)
         # with a longer table all its positions would be rotated so
-        most = rescaling_lengths(config).values()
-        length = min([-(-length // _TABLE_STEP) * _TABLE_STEP, *most])
+        length = min(-(-length // _TABLE_STEP) * _TABLE_STEP, rescaling_length(config)[0])
         table = self if length == self.length else replace(self, length=length)
         _ = table.rows
         return table
