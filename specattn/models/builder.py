@@ -128,12 +128,10 @@ class HeadBuilder:
         }
         wanted = shapes | {key: shape for key, shape in ends.items() if key in found}
         # Any projection may have a bias, as those of heads for Qwen2 have.
-        biases = {f"{key.removesuffix('.weight')}.bias": shape[:1] for key, shape in wanted.items()}
-        wanted |= {
-            key: shape
-            for key, shape in biases.items()
-            if key in found and key.endswith(("_proj.bias", "fc.bias", "lm_head.bias"))
-        }
+        for key, shape in list(wanted.items()):
+            bias = key.removesuffix("weight") + "bias"
+            if bias in found and bias.endswith(("_proj.bias", "fc.bias", "lm_head.bias")):
+                wanted[bias] = shape[:1]
         if missing := wanted.keys() - found.keys():
             raise checkpoint.wrong(f"lacks the tensor {count_from_first(missing)} in {file}")
         if unknown := found.keys() - wanted.keys():
@@ -146,8 +144,32 @@ class HeadBuilder:
                 )
         return {key: one.to(self.device, self.dtype) for key, one in found.items()}
 
-    def blocks(
-        self, weights: dict[str, Tensor], layers: Sequence[str], windows: Sequence[int] = ()
+    def parts(
+        self,
+        weights: dict[str, Tensor],
+        layers: Sequence[str],
+        features: tuple[int, ...],
+        windows: Sequence[int] = (),
+    ) -> dict[str, Any]:
+        """Return what heads of every kind have, by name.
+
+        ``layers`` are what the names of each layer's weights begin with. The embedding has every
+        token of the target, and the projection none that the target, or the head, has not: those
+        pad one of their vocabularies.
+        """
+        return {
+            "embed_tokens": self._embedding(weights.get("embed_tokens.weight")),
+            "lm_head": self._projection(weights),
+            "blocks": self._blocks(weights, layers, windows),
+            "fc": weights.get("fc.weight"),
+            "fc_bias": weights.get("fc.bias"),
+            "features": features,
+            "feature_size": self.target.hidden_size * len(features),
+            "target_ids": None if self.mapped is None else self.mapped.to(self.device),
+        }
+
+    def _blocks(
+        self, weights: dict[str, Tensor], layers: Sequence[str], windows: Sequence[int]
     ) -> tuple[Block, ...]:
         """Pack the layers whose names begin so."""
         config = self.config
@@ -169,20 +191,6 @@ class HeadBuilder:
             }
             found.append(Block.of_weights(own, rotary, replace(geometry, window_left=window)))
         return tuple(found)
-
-    def ends(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """Return what heads of every kind have around their layers.
-
-        The embedding has every token of the target, and the projection none that the target, or
-        the head, has not: those pad one of their vocabularies.
-        """
-        return {
-            "embed_tokens": self._embedding(weights.get("embed_tokens.weight")),
-            "lm_head": self._projection(weights),
-            "fc": weights.get("fc.weight"),
-            "fc_bias": weights.get("fc.bias"),
-            "target_ids": None if self.mapped is None else self.mapped.to(self.device),
-        }
 
     def _embedding(self, own: Tensor | None) -> nn.Embedding:
         """Return the embedding of a head, or of its target."""

@@ -185,10 +185,7 @@ def _eagle(head: HeadBuilder) -> EagleHead:
         shapes |= head.layer_shapes(name, size, input_norm=has_norm)
     weights = head.read(shapes)
     return EagleHead(
-        **head.ends(weights),
-        blocks=head.blocks(weights, names),
-        features=(len(target.layers),),
-        feature_size=size,
+        **head.parts(weights, names, (len(target.layers),)),
         normed=normed,
     )
 
@@ -217,10 +214,7 @@ def _eagle3(head: HeadBuilder) -> Eagle3Head:
         shapes |= {"fc.weight": (size, count * width)}
     weights = head.read(shapes)
     return Eagle3Head(
-        **head.ends(weights),
-        blocks=head.blocks(weights, ["midlayer."]),
-        features=features,
-        feature_size=count * width,
+        **head.parts(weights, ["midlayer."], features),
         hidden_norm=weights["midlayer.hidden_norm.weight"],
         norm=weights["norm.weight"],
         feature_norms=tuple(weights[name] for name in feature_norms),
@@ -243,10 +237,7 @@ def _dflash(head: HeadBuilder) -> DFlashHead:
         shapes |= head.layer_shapes(name, size, head_norms=True)
     weights = head.read(shapes)
     return DFlashHead(
-        **head.ends(weights),
-        blocks=head.blocks(weights, names, windows),
-        features=features,
-        feature_size=width,
+        **head.parts(weights, names, features, windows),
         block=block,
         hidden_norm=weights["hidden_norm.weight"],
         norm=weights["norm.weight"],

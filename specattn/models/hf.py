@@ -297,7 +297,7 @@ def refuse_rescaling(argument: str, name: str, config: Any, max_context_len: int
 
 
 def rescaling_length(config: Any) -> tuple[int, str]:
-    """Return the length from which a rope type rescales its batch, and the type."""
+    """Return the length where a rope type rescales, and the type."""
     ropes = getattr(config, "rope_parameters", None) or {}
     found = [(sys.maxsize, "")]
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):

@@ -72,10 +72,6 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-class CalledByOthersError(ModelError):
-    """Somebody else called a model that attends through this library."""
-
-
 def dispatch(
     module: Any,
     query: Tensor,
@@ -88,7 +84,7 @@ def dispatch(
 ) -> tuple[Tensor, None]:
     """Hand a layer's attention to the callable of the model's call."""
     if specattn_attention is None:
-        raise CalledByOthersError(
+        raise ModelError(
             "target",
             f"this model ({module.config.model_type}) attends through specattn while an HFTarget "
             "has it or specattn.generate runs; HFTarget.restore gives it its own attention back",

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from specattn.config import AttnConfig
 from specattn.errors import ModelError
 from specattn.models.hub import first_line, quiet
-from specattn.models.interface import INTERFACE, CalledByOthersError, dispatch
+from specattn.models.interface import INTERFACE, dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,17 +71,17 @@ def _run(module: Any, config: Any, interface: str, **inputs: Tensor) -> _Probe:
         with quiet(), torch.no_grad():
             module.set_attn_implementation(interface)
             logits = module(**inputs, use_cache=False, specattn_attention=probe).logits
-    except CalledByOthersError as error:
+    except ModelError as error:
+        if probe.heads:
+            raise
+        # the probe was not called: a layer asked for one that did not reach it
         reason = "does not pass the arguments of its call on to its attention"
         raise _unsupported(config, reason) from error
-    except ModelError:
-        raise
     # Any of hundreds of model classes may run here.
     except Exception as error:
-        if probe.heads or module._supports_attention_backend:
-            reason = f"cannot run over flattened tokens: {first_line(error)}"
-            raise _unsupported(config, reason) from error
-        raise _unsupported(config, _NO_INTERFACE) from error
+        uses_it = probe.heads or module._supports_attention_backend
+        reason = f"cannot run over flattened tokens: {first_line(error)}"
+        raise _unsupported(config, reason if uses_it else _NO_INTERFACE) from error
     if not probe.heads:
         raise _unsupported(config, _NO_INTERFACE)
     head = module.get_output_embeddings()

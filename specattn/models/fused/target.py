@@ -74,13 +74,12 @@ class FusedTarget(FusedModel):
         ModelError
             If the fused path does not compute this model.
         """
-        config, modules = target.config, target.module
-        reasons = []
-        if config.model_type not in MODEL_TYPES:
-            known = ", ".join(MODEL_TYPES)
-            reasons.append(f"model type {config.model_type!r} is not one of {known}")
+        modules, kind = target.module, target.config.model_type
         odd = (why for name, part in modules.named_modules() if (why := _oddity(name, part)))
-        if reasons := [*reasons, *islice(odd, 1)]:
+        reasons = [*islice(odd, 1)]
+        if kind not in MODEL_TYPES:
+            reasons.insert(0, f"model type {kind!r} is not one of {', '.join(MODEL_TYPES)}")
+        if reasons:
             raise ModelError("target", f"unsupported by the fused path: {'; '.join(reasons)}")
         rotary = RotaryTable(modules.model.rotary_emb, target.max_context_len)
         blocks = tuple(
