@@ -6,7 +6,7 @@ import json
 import pickle
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specattn.errors import ModelError
 from specattn.models.gguf_file import is_gguf
-from specattn.models.hub import blaming, fetch
+from specattn.models.hub import fetch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +50,15 @@ class Checkpoint:
 
     name: str
     folder: Path
+
+    @classmethod
+    def of(cls, path_or_id: str | Path) -> Self:
+        """Find a draft's folder, or fetch it from the Hub."""
+        name = str(path_or_id)
+        if is_gguf(name):
+            why = "is no head but a whole model: load it by load_lm_draft"
+            raise ModelError("draft", f"{name} {why}")
+        return cls(name, fetch("draft", path_or_id, _FETCHED))
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -199,25 +208,3 @@ class Checkpoint:
         if not isinstance(found, dict):
             raise self.wrong(f"has a {type(found).__name__} in {file}; expected an object")
         return found
-
-
-def read_checkpoint(path_or_id: str | Path) -> Checkpoint:
-    """Read a draft's configuration and weights.
-
-    Raises
-    ------
-    ModelError
-        If a file is missing or corrupt, or this is no EAGLE or DFlash head of plain weights.
-    """
-    name = str(path_or_id)
-    if is_gguf(name):
-        raise ModelError("draft", f"{name} is no head but a whole model: load it by load_lm_draft")
-    checkpoint = Checkpoint(name, fetch("draft", path_or_id, _FETCHED))
-    with blaming("draft", name):
-        if checkpoint.kind == "eagle" and "fc.weight" not in checkpoint.tensors:
-            raise checkpoint.wrong(
-                f"is no EAGLE head: it has no tensor fc.weight in {checkpoint.weights}, as a whole "
-                "model or a Medusa head; give a head that was trained for this target, and load a "
-                "whole model by load_lm_draft"
-            )
-    return checkpoint

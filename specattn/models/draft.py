@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from specattn.errors import ModelError
 from specattn.models.builder import HeadBuilder
-from specattn.models.checkpoint import read_checkpoint
+from specattn.models.checkpoint import Checkpoint
 from specattn.models.dflash import DFlashHead, read_block, read_states
 from specattn.models.eagle import EAGLE3_NORMS, Eagle3Head, EagleHead
 from specattn.models.hf import HFTarget
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     from specattn.models.builder import Shapes, Target
-    from specattn.models.checkpoint import Checkpoint
     from specattn.models.eagle import DraftHead
 
 
@@ -156,7 +155,7 @@ def _load(
     device: torch.device | str | None,
 ) -> Any:
     """Load a head of a kind that ``builds`` has."""
-    checkpoint = read_checkpoint(path_or_id)
+    checkpoint = Checkpoint.of(path_or_id)
     with blaming("draft", checkpoint.name):
         if (build := builds.get(checkpoint.kind)) is None:
             raise checkpoint.wrong(
@@ -172,6 +171,12 @@ def _load(
 
 def _eagle(head: HeadBuilder) -> EagleHead:
     checkpoint, target = head.checkpoint, head.target
+    if "fc.weight" not in checkpoint.tensors:
+        raise checkpoint.wrong(
+            f"is no EAGLE head: it has no tensor fc.weight in {checkpoint.weights}, as a whole "
+            "model or a Medusa head; give a head that was trained for this target, and load a "
+            "whole model by load_lm_draft"
+        )
     size, depth = head.config.hidden_size, head.config.num_hidden_layers
     if size != target.hidden_size:
         raise checkpoint.wrong_setting(

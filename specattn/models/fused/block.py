@@ -102,9 +102,7 @@ class Block:
         """
         config: Any = rotary.rotary.config
         qkv, qkv_bias = _packed(weights, *HEADS)
-        o, o_bias = _packed(weights, "self_attn.o_proj")
         gate_up, gate_up_bias = _packed(weights, *GATES)
-        down, down_bias = _packed(weights, "mlp.down_proj")
         norms = None
         if "self_attn.q_norm.weight" in weights:
             norms = weights["self_attn.q_norm.weight"], weights["self_attn.k_norm.weight"]
@@ -119,12 +117,12 @@ class Block:
             post_norm,
             qkv,
             qkv_bias,
-            o,
+            weights["self_attn.o_proj.weight"],
             gate_up,
-            down,
-            o_bias,
+            weights["mlp.down_proj.weight"],
+            weights.get("self_attn.o_proj.bias"),
             gate_up_bias,
-            down_bias,
+            weights.get("mlp.down_proj.bias"),
             None if config.hidden_act == "silu" else ACT2FN[config.hidden_act],
         )
 
@@ -298,8 +296,6 @@ def _packed(weights: Mapping[str, Tensor], *names: str) -> tuple[Tensor, Tensor 
     """Stack the weights of projections, and their biases if there are any."""
     parts = [weights[f"{name}.weight"] for name in names]
     found = [weights.get(f"{name}.bias") for name in names]
-    if len(names) == 1:
-        return parts[0], found[0]
     if all(bias is None for bias in found):
         return torch.cat(parts), None
     pairs = zip(parts, found, strict=True)
