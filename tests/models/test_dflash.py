@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3Config
 
-from bench.random_models import random_dflash, random_target
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import ModelError
 from specattn.models import HFTarget, load_dflash
-from specattn.speculative.block import BlockShape, BlockView, bind_block
+from specattn.speculative.block import BlockView, bind_block
 from specattn.speculative.model import ModelSlot
 from tests.implementations import using
-from tests.models.conftest import TINY
 from tests.models.heads import HT, VD, T, V, layer_tensors, norm, rand
 from tests.models.papers import mlp, rms, rotate, under
 
@@ -231,34 +228,6 @@ def test_a_head_adds_its_biases(target, tmp_path, backend) -> None:
     close(got, want @ target.lm_head.weight.cpu().double().T)
 
 
-def test_wanted_rows_alone_reach_the_head(target, tmp_path) -> None:
-    head = load_dflash(write(tmp_path, dflash_tensors()), target)
-    ids = torch.arange(12, device=DEVICE)
-    positions = ids % 6
-
-    class Values:
-        def __call__(self, layer: int, q: Any, k: Any, v: Any) -> torch.Tensor:
-            return v.repeat_interleave(2, 1)
-
-    rows = torch.tensor([7, 2, 3], device=DEVICE)
-    every = head.forward_block(ids, positions, Values())
-    some = head.forward_block(ids, positions, Values(), rows)
-    torch.testing.assert_close(some, every[rows], rtol=1e-5, atol=1e-5)
-
-
-def test_a_fused_head_of_random_weights_has_the_targets_ends(tmp_path) -> None:
-    config = Qwen3Config(**TINY | {"num_hidden_layers": 2})
-    target = random_target(config, dtype=torch.float32, device=DEVICE)
-    block = BlockShape(5, 9, 1, (BlockView(causal=False, anchored=True),) * 2)
-    head = random_dflash(config, target, block, (0, 1))
-    assert (head.vocab_size, head.feature_size) == (target.vocab_size, 2 * target.hidden_size)
-    longer = head.for_context(200)
-    assert longer.for_context(200) is longer
-    logits = run(longer, torch.randn(T, head.feature_size), [3, T], backend="torch_native")
-    assert logits.shape == (10, head.vocab_size)
-    assert logits.isfinite().all()
-
-
 def test_a_window_that_looks_ahead_is_refused(target, tmp_path) -> None:
     head = load_dflash(write(tmp_path, dflash_tensors(), **MIXED), target)
     pool = KVPool(head.layers, 8, "cpu")
@@ -325,30 +294,6 @@ def nested(**changes: Any) -> dict[str, Any]:
 def test_settings_that_are_none(target, tmp_path, changes, reason) -> None:
     folder = write(tmp_path, dflash_tensors(), **changes)
     assert refusal(folder, target).startswith(f"has {reason}")
-
-
-def test_every_wrong_tensor_is_named_with_its_file(target, tmp_path) -> None:
-    tensors = dflash_tensors()
-
-    def message(**changes: torch.Tensor | None) -> str:
-        kept = {k: v for k, v in (tensors | changes).items() if v is not None}
-        return refusal(write(tmp_path, kept), target)
-
-    norms = "layers.1.self_attn.k_norm.weight"
-    assert message(**{norms: None}) == f"lacks the tensor {norms} in model.safetensors"
-    assert message(**{"fc.weight": None, norms: None}) == (
-        "lacks the tensor fc.weight and 1 more in model.safetensors"
-    )
-    assert message(**{"layers.2.x": rand(3)}) == (
-        "has an unknown tensor layers.2.x in model.safetensors"
-    )
-    assert message(**{"fc.weight": rand(HT, 2 * HT)}) == (
-        "has a tensor fc.weight of torch.float32 [64, 128] in model.safetensors; expected floating "
-        "point [64, 192]"
-    )
-    assert "lm_head.weight of torch.float32 [37, 64] in model.safetensors" in message(
-        **{"lm_head.weight": rand(VD, HT)}
-    )
 
 
 @pytest.mark.gpu

@@ -185,17 +185,6 @@ def test_tokens_may_share_the_state_they_continue(target, dense, tmp_path, tenso
     assert torch.equal(got.hidden_states, want.hidden_states)
 
 
-def test_eagle3_steps_one_by_one_like_all_at_once(target, dense, tmp_path) -> None:
-    head = load_draft(write(tmp_path, eagle3_tensors()), target)
-    ids, hidden, positions = inputs(HT)
-    want = head.forward(ids, hidden, positions, dense(head.layers).at(positions))
-    attend = dense(head.layers)
-    for i in range(T):
-        one = slice(i, i + 1)
-        out = head.forward(ids[one], hidden[one], positions[one], attend.at(positions[one]))
-        torch.testing.assert_close(out.logits, want.logits[one], atol=1e-5, rtol=1e-5)
-
-
 def test_eagle3_under_other_names_shares_lm_head_and_vocabulary(target, dense, tmp_path) -> None:
     tensors = eagle3_tensors()
     for key in ("lm_head.weight", "d2t", "t2d"):
@@ -283,15 +272,6 @@ def test_head_without_fc_over_the_last_hidden_state(target, tmp_path) -> None:
     folder = write(tmp_path, tensors, eagle_config={"use_aux_hidden_state": False})
     hidden = torch.randn(T, HT)
     assert torch.equal(load_draft(folder, target).combine(hidden), hidden)
-
-
-def test_features_come_from_the_target(target, dense, tmp_path) -> None:
-    head = load_draft(write(tmp_path, eagle3_tensors()), target)
-    ids, positions = torch.arange(T), torch.arange(T)
-    reading = target.with_features(head.features)
-    out = reading.forward(ids, positions, dense(target.layers).at(positions))
-    assert out.hidden_states.shape == (T, head.feature_size)
-    assert head.combine(out.hidden_states).shape == (T, head.hidden_size)
 
 
 def test_scaled_rope_and_dtype(target, dense, tmp_path) -> None:
