@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specattn.errors import ModelError
-from specattn.models.gguf_file import is_gguf
-from specattn.models.hub import fetch
+from specattn.models.hub import fetch, is_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from transformers.utils import logging as hf_logging
 
 from specattn.errors import ModelError
-from specattn.models.gguf_file import SUFFIX, is_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 PAIR = Path(str(files("specattn"))) / "pair"
 #: The folders of its draft heads by kind; a kind that is not there was not shipped.
 PAIR_HEADS = {"eagle3": PAIR / "draft", "dflash": PAIR / "dflash"}
+_GGUF = ".gguf"
 
 
 @contextmanager
@@ -60,12 +60,17 @@ def blaming(argument: str, name: str) -> Iterator[None]:
         raise ModelError(argument, f"{name} {_cause(error)}") from error
 
 
+def is_gguf(path_or_id: str | Path) -> bool:
+    """Return whether a name is that of a GGUF file."""
+    return str(path_or_id).endswith(_GGUF)
+
+
 def locate(argument: str, path_or_id: str | Path) -> str:
     """Return a model's folder, GGUF file or Hub name, or blame ``argument``."""
     name = str(path_or_id)
     path = Path(name).expanduser()
     if path.is_dir():
-        files = sorted(path.glob(f"*{SUFFIX}"))
+        files = sorted(path.glob(f"*{_GGUF}"))
         if files and not (path / "config.json").is_file():
             raise ModelError(
                 argument, f"{name} has no config.json; give its GGUF file, {files[0].name}"

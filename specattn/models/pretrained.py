@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -14,15 +18,19 @@ from transformers import (
     Mxfp4Config,
 )
 from transformers.quantizers import AutoHfQuantizer
+from transformers.utils import logging as hf_logging
 
 from specattn.errors import ModelError
-from specattn.models.gguf_file import check_rope, dequantised, is_gguf, source_of
-from specattn.models.hub import blaming, count_from_first, locate
+from specattn.models.hub import blaming, count_from_first, is_gguf, locate
 from specattn.models.shards import process_group, too_old
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
+# what transformers needs to read a GGUF file; the extra `gguf` installs it
+_NEEDED = ("gguf", "accelerate")
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
 
 
@@ -40,12 +48,12 @@ def load_causal(
     name = locate("target", path_or_id)
     if tp_plan is not None and is_gguf(name):
         raise ModelError("target", f"{name} is a GGUF file, whose weights are not sharded")
-    with blaming("target", name), source_of(name) as (folder, file):
+    with blaming("target", name), _source_of(name) as (folder, file):
         if file:
-            check_rope(name)
+            _check_rope(name)
         config = AutoConfig.from_pretrained(folder, **file, trust_remote_code=False)
         _check_causal(name, config)
-        plain = dequantised() if file else _dequantised(name, config)
+        plain = _dequantised(name, config, is_file=bool(file))
         module, info = AutoModelForCausalLM.from_pretrained(
             folder,
             **file,
@@ -82,11 +90,71 @@ def tokenizer_of(name: str) -> Any:
     files = Path(name)
     if files.is_dir() and not any(any(files.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ModelError("target", f"{name} has no tokenizer: there is no tokenizer.json in it")
-    with blaming("target", f"the tokenizer of {name}"), source_of(name) as (folder, file):
+    with blaming("target", f"the tokenizer of {name}"), _source_of(name) as (folder, file):
         tokenizer = AutoTokenizer.from_pretrained(folder, **file, trust_remote_code=False)
     # a context that is too short is an error here; a warning before it would say less
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
+
+
+@contextmanager
+def _source_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Hold what transformers' ``from_pretrained`` takes for a located model.
+
+    That is a folder or Hub id, and further arguments. Meanwhile a GGUF file is read once, and
+    quietly. Else transformers reads its vocabulary for the configuration and again for the weights,
+    makes the table of tensors' names for every module, and shows a bar of its own: together more
+    than half the time that a model of 135 million parameters takes.
+
+    Raises
+    ------
+    ModelError
+        If what reads GGUF files is not installed. ``argument`` is "target".
+    """
+    if not is_gguf(name):
+        yield name, {}
+        return
+    if missing := [package for package in _NEEDED if find_spec(package) is None]:
+        raise ModelError(
+            "target", f"{name} needs {' and '.join(missing)} (pip install 'specattn[gguf]')"
+        )
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as loader
+
+    kept = gguf.GGUFReader, gguf.get_tensor_name_map, loader.tqdm
+    gguf.GGUFReader = cache(gguf.GGUFReader)
+    gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
+    loader.tqdm = hf_logging.tqdm
+    try:
+        yield str(Path(name).parent), {"gguf_file": Path(name).name}
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map, loader.tqdm = kept
+
+
+def _check_rope(name: str) -> None:
+    """Refuse a file whose positions transformers would read as unscaled ones.
+
+    Raises
+    ------
+    ModelError
+        If the file scales its rope. ``argument`` is "target".
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(name)
+    # Llama 3.1 and Phi-3 keep factors as tensors
+    found = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
+    for key, field in reader.fields.items():
+        # of gpt-oss, transformers reads it
+        if key.endswith(".rope.scaling.type") and not key.startswith("gpt-oss."):
+            kind = bytes(field.parts[field.data[0]]).decode()
+            found += [f"{key} {kind}"] if kind != "none" else []
+    if found:
+        raise ModelError(
+            "target",
+            f"{name} has {found[0]}, which transformers does not read: it would compute another "
+            "model; give the folder that the file was made of",
+        )
 
 
 def _distributed(name: str, tp_plan: str | dict[str, str] | None) -> dict[str, Any]:
@@ -107,12 +175,16 @@ def _check_causal(name: str, config: Any) -> None:
         raise ModelError("target", f"{name} is no causal language model ({config.model_type})")
 
 
-def _dequantised(name: str, config: Any) -> dict[str, Any]:
-    """Return the arguments that load MXFP4 weights (gpt-oss) as plain ones.
+def _dequantised(name: str, config: Any, *, is_file: bool) -> dict[str, Any]:
+    """Return the arguments that make GGUF and MXFP4 weights plain ones.
 
-    Kernels for them as they are come from the Hub, on some machines; nothing here has run them.
+    Kernels for MXFP4 (gpt-oss) come from the Hub, on some machines; nothing here has run them.
     Weights of a method that transformers would take for plain ones, with a warning, are refused.
     """
+    if is_file:
+        # without the class, transformers knows no other way
+        known = hasattr(transformers, "GgufConfig")
+        return {"quantization_config": transformers.GgufConfig(dequantize=True)} if known else {}
     quantised = getattr(config, "quantization_config", None) or {}
     method = quantised.get("quant_method")
     if quantised and not AutoHfQuantizer.supports_quant_method(quantised):

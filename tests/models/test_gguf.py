@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from specattn import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import ModelError
-from specattn.models import HFTarget, LMDraft, fuse, gguf_file, load_draft, load_lm_draft
+from specattn.models import HFTarget, LMDraft, fuse, load_draft, load_lm_draft, pretrained
 from tests.models import gguf_files
 from tests.models.test_end_to_end import greedy
 
@@ -99,7 +99,7 @@ def test_files_that_are_no_targets(model, tmp_path, monkeypatch) -> None:
     gguf_files.write(model, path)
     assert refusal(tmp_path) == "has no config.json; give its GGUF file, m.gguf"
     assert refusal(path, tp_plan="auto") == "is a GGUF file, whose weights are not sharded"
-    monkeypatch.setattr(gguf_file, "find_spec", lambda name: None)
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
     assert refusal(path) == "needs gguf and accelerate (pip install 'specattn[gguf]')"
 
 
