@@ -108,7 +108,7 @@ class HFTarget:
         try:
             module.eval().requires_grad_(False)
             check_heads(name, module, config)
-            return cls(module, name, probe_layers(module, config), before=before)
+            return cls(module, name, probe_layers(module), before=before)
         except BaseException:
             before.restore(module)
             raise

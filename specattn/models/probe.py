@@ -33,33 +33,45 @@ _KINDS = {"full_attention", "sliding_attention"}
 _HARMLESS = {"position_ids", "cache_position"}
 # What transformers calls the sinks of a layer's heads, a logit each.
 _SINKS = "s_aux"
+_NO_INTERFACE = "does not use transformers' attention interface"
 _ORDER = (2, 0, 3, 1)
 # Relative L2 distance of the two forwards, by bytes of an element.
 _CLOSE = {2: 2e-2, 4: 1e-4, 8: 1e-8}
 
 
-def probe_layers(module: nn.Module, config: Any) -> tuple[AttnConfig, ...]:
+class _UnfitError(Exception):
+    """What a model computes that paged attention over flattened tokens does not."""
+
+
+def probe_layers(module: Any) -> tuple[AttnConfig, ...]:
     """Return every attention layer's geometry, in the order of ``layer_idx``.
 
     From then on, the model's attention is the ``specattn_attention`` of its call. A ModelError
     names what it computes that paged attention over flattened tokens does not.
     """
+    config = module.config.get_text_config(decoder=True)
+    try:
+        return _layers_of(module, config)
+    except _UnfitError as error:
+        message = f"unsupported: model type {config.model_type!r} {error}"
+        raise ModelError("target", message) from error.__cause__
+
+
+def _layers_of(module: Any, config: Any) -> tuple[AttnConfig, ...]:
     _check_config(module, config)
     order = torch.tensor(_ORDER, device=next(module.parameters()).device)
     # Padding tokens may have positions of their own.
     tokens = (order.sort().values + 1 + (config.pad_token_id or 0)) % config.vocab_size  # [T]
     first = _run(module, config, _WITH_MASKS, input_ids=tokens[None])
     layers = first.layers()
-    second = _run(
-        module, config, INTERFACE, input_ids=tokens[order][None], position_ids=order[None]
-    )
+    moved = {"input_ids": tokens[order][None], "position_ids": order[None]}
+    second = _run(module, config, INTERFACE, **moved)
     for index in range(len(layers)):
         for own, other in zip(first.heads[index], second.heads[index], strict=True):
             if not _close(own[:, :, order], other):
-                raise _unsupported(
-                    config,
+                raise _UnfitError(
                     f"computes other heads in layer {index} for tokens in another order with "
-                    "their positions: it counts positions in its own way, or mixes tokens",
+                    "their positions: it counts positions in its own way, or mixes tokens"
                 )
     return layers
 
@@ -71,24 +83,22 @@ def _run(module: Any, config: Any, interface: str, **inputs: Tensor) -> _Probe:
         with quiet(), torch.no_grad():
             module.set_attn_implementation(interface)
             logits = module(**inputs, use_cache=False, specattn_attention=probe).logits
+    except _UnfitError:
+        raise
+    # of the interface: a layer asked for a probe that did not reach it
     except ModelError as error:
-        if probe.heads:
-            raise
-        # the probe was not called: a layer asked for one that did not reach it
-        reason = "does not pass the arguments of its call on to its attention"
-        raise _unsupported(config, reason) from error
+        raise _UnfitError("does not pass the arguments of its call on to its attention") from error
     # Any of hundreds of model classes may run here.
     except Exception as error:
         uses_it = probe.heads or module._supports_attention_backend
         reason = f"cannot run over flattened tokens: {first_line(error)}"
-        raise _unsupported(config, reason if uses_it else _NO_INTERFACE) from error
+        raise _UnfitError(reason if uses_it else _NO_INTERFACE) from error
     if not probe.heads:
-        raise _unsupported(config, _NO_INTERFACE)
+        raise _UnfitError(_NO_INTERFACE)
     head = module.get_output_embeddings()
     if head is None or logits.shape[-1] != head.weight.shape[0]:
-        raise _unsupported(
-            config,
-            f"has logits of {logits.shape[-1]} columns, which are not its output embedding's",
+        raise _UnfitError(
+            f"has logits of {logits.shape[-1]} columns, which are not its output embedding's"
         )
     return probe
 
@@ -101,20 +111,13 @@ def _close(own: Tensor, other: Tensor) -> bool:
 def _check_config(module: nn.Module, config: Any) -> None:
     """Refuse what the calls of a probe do not show."""
     if config.is_encoder_decoder:
-        raise _unsupported(config, "is an encoder-decoder; only decoders are supported")
+        raise _UnfitError("is an encoder-decoder; only decoders are supported")
     # Set on every class with recurrent (state-space, linear-attention) layers.
     if module._is_stateful:
-        raise _unsupported(config, "has recurrent layers, whose state cannot be rolled back")
+        raise _UnfitError("has recurrent layers, whose state cannot be rolled back")
     kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS
     if kinds:
-        raise _unsupported(config, f"has layers of kind {', '.join(sorted(kinds))}")
-
-
-_NO_INTERFACE = "does not use transformers' attention interface"
-
-
-def _unsupported(config: Any, reason: str) -> ModelError:
-    return ModelError("target", f"unsupported: model type {config.model_type!r} {reason}")
+        raise _UnfitError(f"has layers of kind {', '.join(sorted(kinds))}")
 
 
 class _Probe:
@@ -131,7 +134,7 @@ class _Probe:
     ) -> Tensor:
         index = module.layer_idx
         if index in self.heads:
-            raise _unsupported(self._config, f"runs attention layer {index} twice")
+            raise _UnfitError(f"runs attention layer {index} twice")
         self.heads[index] = query, key, value
         self._refuse(module, asked)
         self._check_sinks(index, asked.get(_SINKS), query.shape[1])
@@ -148,7 +151,7 @@ class _Probe:
                 sinks=asked.get(_SINKS) is not None,
             )
         except ValueError as error:
-            raise _unsupported(self._config, f"in layer {index}: {error}") from error
+            raise _UnfitError(f"in layer {index}: {error}") from error
         # Any function of a token's own heads would do.
         out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         return out.transpose(1, 2).contiguous()
@@ -157,9 +160,7 @@ class _Probe:
         """Return what was seen, once all layers were."""
         wanted = self._config.num_hidden_layers
         if sorted(self._layers) != list(range(wanted)):
-            raise _unsupported(
-                self._config, f"has attention in layers {sorted(self._layers)} of {wanted} only"
-            )
+            raise _UnfitError(f"has attention in layers {sorted(self._layers)} of {wanted} only")
         self._check_one_pool()
         return tuple(self._layers[index] for index in range(wanted))
 
@@ -172,29 +173,27 @@ class _Probe:
         }
         for index, found in heads.items():
             if found != heads[0]:
-                raise _unsupported(
-                    self._config,
+                raise _UnfitError(
                     f"has KV heads of several shapes, which one pool cannot hold: {heads[0]} in "
-                    f"layer 0, {found} in layer {index}",
+                    f"layer 0, {found} in layer {index}"
                 )
 
     def _refuse(self, module: Any, asked: dict[str, Any]) -> None:
         """Refuse whatever would change the result and is not in `AttnConfig`."""
         causal = asked.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal):
-            raise _unsupported(self._config, "has bidirectional attention; it is no causal LM")
+            raise _UnfitError("has bidirectional attention; it is no causal LM")
         for name, value in asked.items():
             if isinstance(value, Tensor) and name not in {_SINKS, *_HARMLESS}:
-                raise _unsupported(self._config, f"gives attention an argument {name!r}")
+                raise _UnfitError(f"gives attention an argument {name!r}")
 
     def _check_sinks(self, index: int, sinks: Tensor | None, heads: int) -> None:
         """Refuse sinks that are not one parameter per head."""
         if sinks is None or (isinstance(sinks, nn.Parameter) and sinks.shape == (heads,)):
             return
-        raise _unsupported(
-            self._config,
+        raise _UnfitError(
             f"gives attention layer {index} sinks ({_SINKS!r}) that are no parameter of {heads} "
-            "numbers, one per head",
+            "numbers, one per head"
         )
 
     def _window(self, index: int, mask: Any, asked: int | None) -> int:
@@ -206,12 +205,10 @@ class _Probe:
         if mask is None:
             return asked or 0
         if (function := getattr(mask, _FUNCTION, None)) is None:
-            raise _unsupported(self._config, f"gives attention layer {index} its own mask")
+            raise _UnfitError(f"gives attention layer {index} its own mask")
         window = _window_of(function, self._config.max_position_embeddings, mask.device)
         if window is None:
-            raise _unsupported(
-                self._config, f"has a mask in layer {index} that is no causal window"
-            )
+            raise _UnfitError(f"has a mask in layer {index} that is no causal window")
         return window
 
 

@@ -184,7 +184,7 @@ def _assistant(model: Any, target: HFTarget, *, is_target: bool) -> Any:
     try:
         if is_target:
             return lm_draft(target, target)
-        layers = probe_layers(model, model.config.get_text_config(decoder=True))
+        layers = probe_layers(model)
         return lm_draft(HFTarget(weakref.proxy(model), model.name_or_path, layers), target)
     except ModelError as error:
         raise ModelError("assistant_model", f"assistant_model: {error}") from error

@@ -119,7 +119,7 @@ class Served:
         weights, spec = weights_of(model), drafting.spec
         if self.target is None or weights != self.weights:
             self.engines.clear()
-            layers = probe_layers(model, model.config.get_text_config(decoder=True))
+            layers = probe_layers(model)
             self.target = HFTarget(weakref.proxy(model), model.name_or_path, layers)
             self.weights = weights
         key = (*drafting.key, backend, own)
