@@ -10,7 +10,7 @@ import torch
 
 from specattn.attention.bound import BoundLayers
 from specattn.backends import choose_backend
-from specattn.backends.base import IdleAttention, attending, lists_refused
+from specattn.backends.base import FunctionAttention, attending, idle_attention, lists_refused
 from specattn.checks import one_of
 from specattn.cuda_graph.recorder import is_recording
 from specattn.errors import UnsupportedError
@@ -66,7 +66,9 @@ class LayerGroup:
         if have % need:
             reason = f"page_size must be a multiple of {need}, got {have}"
             raise UnsupportedError(f"backend {self.made_by.name!r}", [reason])
-        return IdleAttention() if plan.idle else self.backend.bind(plan)
+        if plan.idle:
+            return FunctionAttention(plan, idle_attention, {})
+        return self.backend.bind(plan)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -97,9 +97,6 @@ class BoundAttention(ABC):
     define, it does not need.
     """
 
-    #: Whether `for_layer` makes use of ``prefetch``.
-    prefetches: ClassVar[bool] = False
-
     # both are empty on purpose: few attentions need them
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:  # noqa: B027
         """Plan on the host from ``[B]`` int32 lengths, if it plans there."""
@@ -146,6 +143,11 @@ class BoundAttention(ABC):
         out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
         self.run(q, k_cache, v_cache, out, lse)
         return out
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether `for_layer` makes use of ``prefetch``."""
+        return False
 
     def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> BoundAttention:
         """Return this attention as one layer runs it.
@@ -221,6 +223,10 @@ class FunctionAttention(BoundAttention):
         self.function(q, k_cache, v_cache, out, lse, **self.options)
 
 
+def idle_attention(*tensors: Tensor | None, **options: object) -> None:
+    """Attend for no request: every tensor is empty."""
+
+
 class JointFill(BoundAttention):
     """Attention whose metadata follows from lengths and rows alone.
 
@@ -282,23 +288,6 @@ def _parts(bounds: Iterable[Fillable]) -> Iterator[Fillable]:
             yield bound
 
 
-class IdleAttention(BoundAttention):
-    """Attention over no request: every tensor is empty."""
-
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Do nothing: ``out`` has no rows."""
-
-    def for_layer(self, scales: KVScales | None, *, prefetch: bool) -> BoundAttention:
-        """Return itself."""
-        return self
-
-    def with_sinks(self, sinks: Tensor) -> BoundAttention:
-        """Return itself."""
-        return self
-
-
 class AttentionBackend(Protocol):
     """Attention for one layer geometry on one device."""
 
@@ -347,12 +336,16 @@ class BackendFactory(Protocol):
         """Make the backend of one layer geometry."""
 
 
-class CompositeBackend(ABC):
-    """A backend made of others, each with capabilities of its own."""
+@dataclass(frozen=True)
+class CompositeBackend:
+    """A backend made of others, each with capabilities of its own.
 
-    @abstractmethod
-    def serving(self, plan: Plan) -> AttentionBackend:
-        """Return the part that a plan is bound to."""
+    ``serving`` returns the part that a plan is bound to.
+    """
+
+    config: AttnConfig
+    capabilities: Capabilities
+    serving: Callable[[Plan], AttentionBackend]
 
     def bind(self, plan: Plan) -> BoundAttention:
         """Bind the part that serves the plan, and no other.

@@ -29,13 +29,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from specattn.backends.base import head_reasons, latent_reasons
-from specattn.backends.paged import BlockTable, BoundPages, PagedBackend
+from specattn.backends.paged import PagedBackend
 from specattn.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.backends.base import BoundAttention, Capabilities
+    from specattn.backends.base import Capabilities
+    from specattn.backends.paged import BoundPages, Keys, Place
     from specattn.config import AttnConfig
     from specattn.plan import AttnPlan
 
@@ -69,17 +70,17 @@ class Fa4Backend(PagedBackend):
         ]
 
     def attend(
-        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Place, lse: Place
+    ) -> Tensor:
         """Attend in one causal call over prefix and tail."""
-        config, blocks, shape = self.config, bound.blocks, bound.shape
+        config, keys, shape = self.config, bound.keys, bound.shape
         left = config.window_left
-        result, sums = self.library.flash_attn_varlen_func(
+        found: tuple[Tensor, Tensor] = self.library.flash_attn_varlen_func(
             q=q.unflatten(0, shape),
-            k=blocks.pages(k),
-            v=blocks.pages(v),
-            page_table=blocks.table,
-            seqused_k=blocks.lens,
+            k=keys.pages(k),
+            v=keys.pages(v),
+            page_table=keys.table,
+            seqused_k=keys.lens,
             softmax_scale=config.sm_scale,
             causal=True,
             window_size=(None, None) if left < 0 else (left, 0),
@@ -87,9 +88,9 @@ class Fa4Backend(PagedBackend):
             num_splits=1,
             return_lse=lse is not None,
         )
-        out.unflatten(0, shape).copy_(result)
         if lse is not None:
-            lse.unflatten(0, shape).copy_(sums.transpose(1, 2))
+            lse.unflatten(0, shape).copy_(found[1].transpose(1, 2))
+        return found[0].flatten(0, 1)
 
 
 class CutlassMlaBackend(PagedBackend):
@@ -107,6 +108,7 @@ class CutlassMlaBackend(PagedBackend):
     majors: ClassVar[tuple[int, ...]] = (10,)
     page_sizes: ClassVar[tuple[int, ...]] = (16, 32, 64, 128)
     page_size: ClassVar[int] = 128  # what SGLang runs it with
+    masks: ClassVar[bool] = False
     max_heads: ClassVar[int] = 128
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
@@ -121,35 +123,34 @@ class CutlassMlaBackend(PagedBackend):
             found.append(f"num_qo_heads is limited to {cls.max_heads}, got {config.num_qo_heads}")
         return found
 
-    def bind_causal(self, plan: AttnPlan) -> BoundAttention:
-        """Bind to decode, chain verify and chain draft steps."""
-        blocks = BlockTable.over(plan, self.page_size, lists=plan.layout.q_len)
+    def scratch(self, plan: AttnPlan, keys: Keys) -> tuple[Tensor, ...]:
+        """Return the workspace, as large as the longest table so far needs."""
         size = self.library.cutlass_mla_get_workspace_size(
-            max_seq_len=blocks.max_keys, num_batches=len(blocks.lens), num_kv_splits=1
+            max_seq_len=keys.most, num_batches=len(keys.lens), num_kv_splits=1
         )
         # everything bound here shares it: forwards run one after another
         if len(self._workspace) < size:
             self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return BoundPages(self, blocks, (self._workspace,))
+        return (self._workspace,)
 
     def attend(
-        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Place, lse: Place
+    ) -> Tensor:
         """Attend in one call in which every query token is a request."""
         if lse is not None:
             raise UnsupportedError("backend 'cutlass_mla'", ["the library returns no lse"])
         rank = self.config.v_head_dim
-        result = self.library.cutlass_mla_decode(
+        result: Tensor = self.library.cutlass_mla_decode(
             q_nope=q[..., :rank],
             q_pe=q[..., rank:],
-            kv_c_and_k_pe_cache=bound.blocks.pages(k).squeeze(2),
-            seq_lens=bound.blocks.lens,
-            page_table=bound.blocks.table,
+            kv_c_and_k_pe_cache=bound.keys.pages(k).squeeze(2),
+            seq_lens=bound.keys.lens,
+            page_table=bound.keys.table,
             workspace=bound.scratch[0],
             sm_scale=self.config.sm_scale,
             num_kv_splits=1,  # other counts are chosen on the host, from lengths
         )
-        out.copy_(result)
+        return result
 
 
 class TrtllmMhaBackend(PagedBackend):
@@ -180,10 +181,36 @@ class TrtllmMhaBackend(PagedBackend):
         return head_reasons(config, cls.head_dims, "trtllm_mla")
 
     def attend(
-        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Place, lse: Place
+    ) -> Tensor:
         """Attend in one causal call over prefix and tail."""
-        pages = bound.blocks.pages
+        if out is None:
+            out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        self.decode(
+            bound,
+            q,
+            k,
+            v,
+            out,
+            workspace_buffer=self._workspace,
+            block_tables=bound.keys.table,
+            seq_lens=bound.keys.lens,
+            max_seq_len=bound.keys.most,
+            bmm1_scale=self.config.sm_scale,
+            bmm2_scale=1.0,
+            backend="trtllm-gen",
+            lse=lse,
+            return_lse=lse is not None,
+        )
+        if lse is not None:
+            lse.mul_(math.log(2))  # the library's is of base 2
+        return out
+
+    def decode(
+        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, **common: Any
+    ) -> None:
+        """Call the library's function with ``common`` and its own arguments."""
+        pages = bound.keys.pages
         self.library.trtllm_batch_decode_with_kv_cache(
             query=q,
             kv_cache=(pages(k), pages(v)),
@@ -191,25 +218,8 @@ class TrtllmMhaBackend(PagedBackend):
             q_len_per_req=bound.shape[1],
             window_left=self.config.window_left,
             out=out,
-            **self.common(bound, lse),
+            **common,
         )
-        if lse is not None:
-            lse.mul_(math.log(2))  # the library's is of base 2
-
-    def common(self, bound: BoundPages, lse: Tensor | None) -> dict[str, Any]:
-        """Return the arguments that both of TRT-LLM's functions take."""
-        blocks = bound.blocks
-        return {
-            "workspace_buffer": self._workspace,
-            "block_tables": blocks.table,
-            "seq_lens": blocks.lens,
-            "max_seq_len": blocks.max_keys,
-            "bmm1_scale": self.config.sm_scale,
-            "bmm2_scale": 1.0,
-            "backend": "trtllm-gen",
-            "lse": lse,
-            "return_lse": lse is not None,
-        }
 
 
 class TrtllmMlaBackend(TrtllmMhaBackend):
@@ -232,19 +242,17 @@ class TrtllmMlaBackend(TrtllmMhaBackend):
         """Say which widths stand in the way."""
         return latent_reasons(config, [(rank, 64) for rank in cls.nope_dims])
 
-    def attend(
-        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
+    def decode(
+        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, **common: Any
     ) -> None:
-        """Attend in one causal call over prefix and tail."""
+        """Call the library's function with ``common`` and its own arguments."""
         rank = self.config.v_head_dim
         self.library.trtllm_batch_decode_with_kv_cache_mla(
             query=q.unflatten(0, bound.shape),
             out=out.unflatten(0, bound.shape),
-            kv_cache=bound.blocks.pages(k).transpose(1, 2),
+            kv_cache=bound.keys.pages(k).transpose(1, 2),
             qk_nope_head_dim=self.nope_dims[rank],
             kv_lora_rank=rank,
             qk_rope_head_dim=self.config.head_dim - rank,
-            **self.common(bound, lse),
+            **common,
         )
-        if lse is not None:
-            lse.mul_(math.log(2))  # the library's is of base 2

@@ -12,7 +12,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specattn.backends.base import BackendFactory, Capabilities
+    from specattn.backends.paged import PagedBackend
     from specattn.config import AttnConfig
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -129,14 +130,7 @@ def recorded(device: torch.device) -> tuple[Choice, ...]:
     )
 
 
-class Choosy(AttentionBackend, Protocol):
-    """A backend that says beforehand which plans it refuses."""
-
-    def refusals(self, plan: AttnPlan | ExtendPlan) -> list[str]:
-        """Say why ``bind`` refuses a plan; empty means that it serves."""
-
-
-def made(choice: Choice, config: AttnConfig, device: torch.device) -> Choosy:
+def made(choice: Choice, config: AttnConfig, device: torch.device) -> PagedBackend:
     """Make a recorded backend.
 
     Raises
@@ -147,7 +141,7 @@ def made(choice: Choice, config: AttnConfig, device: torch.device) -> Choosy:
     backend = load_backend(choice.backend)
     if reasons := reasons_of(backend, config, device):
         raise UnsupportedError(f"backend {backend.name!r}", reasons)
-    return cast("Choosy", backend(config, device))
+    return cast("PagedBackend", backend(config, device))
 
 
 def considered(
@@ -218,29 +212,22 @@ class FastestBackend:
         return self.base.reasons(config, device)
 
     def __call__(self, config: AttnConfig, device: torch.device) -> AttentionBackend:
-        """Make the base, and what is faster for layers of this geometry."""
+        """Make the base, and what is faster for layers of this geometry.
+
+        A plan is bound to the first recorded backend that serves it, else to the base.
+        """
         base, parts = self.base(config, device), []
         for choice in self.choices:
             if choice.covers(config):
                 # layers of one width may still differ in what is not measured, as their values' is
                 with suppress(UnsupportedError):
                     parts.append((choice, made(choice, config, device)))
-        return FastestLayer(config, base.capabilities, base, tuple(parts)) if parts else base
 
+        def serving(plan: Plan) -> AttentionBackend:
+            if not isinstance(plan, CsrPlan):
+                for choice, backend in parts:
+                    if choice.takes(plan) and not backend.refusals(plan):
+                        return backend
+            return base
 
-@dataclass(frozen=True)
-class FastestLayer(CompositeBackend):
-    """`FastestBackend` for one layer geometry."""
-
-    config: AttnConfig
-    capabilities: Capabilities
-    base: AttentionBackend
-    faster: tuple[tuple[Choice, Choosy], ...]
-
-    def serving(self, plan: Plan) -> AttentionBackend:
-        """Return the first recorded backend that serves a plan, else the base."""
-        if not isinstance(plan, CsrPlan):
-            for choice, backend in self.faster:
-                if choice.takes(plan) and not backend.refusals(plan):
-                    return backend
-        return self.base
+        return CompositeBackend(config, base.capabilities, serving) if parts else base

@@ -1,7 +1,7 @@
 """FlashAttention-3 (`sgl_kernel`) over page tables, planned on the device.
 
 `flash_attn_with_kvcache` reads KV through ``page_table`` and ``cache_seqlens``, under a causal mask
-or none; it knows no trees. Tables say what it reads (`Keys`), so no KV is ever copied:
+or none; it knows no trees. Tables say what it reads, so no KV is ever copied:
 
 - a causal layout is one call over the prefix followed by the tail;
 - a tree is a pass over the prefix, and a pass in which every query token is a request of its own
@@ -17,28 +17,21 @@ positions; in a tree it is not, so trees under a window are refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import (
-    BoundAttention,
-    Capabilities,
-    head_reasons,
-    lists_refused,
-)
-from specattn.backends.paged import BlockTable, LibraryBackend, whole_pages
-from specattn.errors import UnsupportedError
+from specattn.backends.base import BoundAttention, Capabilities, head_reasons
+from specattn.backends.paged import BoundPages, Keys, PagedBackend
 from specattn.kernels.attention import merge_lse
 from specattn.kernels.indices import fill_ancestor_table, fill_page_table
-from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+from specattn.plan import AttnPlan, ExtendPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
+    from specattn.backends.paged import Place
     from specattn.config import AttnConfig
 
 #: FA3 has more; these are the sizes it is tested with here.
@@ -50,18 +43,21 @@ MAX_PAGE = 64
 MAX_ENTRIES = 2**31
 
 
-class Fa3Backend(LibraryBackend):
-    """FlashAttention-3 on Hopper.
+class Fa3Backend(PagedBackend):
+    """FlashAttention-3 on Hopper, over pages of any size.
 
     `bind` refuses trees under a window (any layout that is not causal, with ``window_left`` of 0 or
-    more); every other combination of the capabilities is served.
+    more), index lists, and prompts that are read slot by slot through a table of 2^31 entries or
+    more; every other combination of the capabilities is served.
     """
 
     name: ClassVar[str] = "fa3"
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        graphs=True, lists=False, dtypes=(torch.float16, torch.bfloat16)
+    capabilities: ClassVar[Capabilities] = replace(
+        PagedBackend.capabilities, trees=True, extend=True
     )
     module: ClassVar[str] = "sgl_kernel.flash_attn"
+    page_sizes: ClassVar[tuple[int, ...]] = (1,)
+    page_size: ClassVar[int] = 1
 
     @classmethod
     def geometry(cls, config: AttnConfig) -> list[str]:
@@ -80,29 +76,42 @@ class Fa3Backend(LibraryBackend):
             return [f"{left}, FA3's window counts list entries"]
         return []
 
-    def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to the plan's kind.
-
-        Raises
-        ------
-        UnsupportedError
-            For index lists, for a tree under a window, and for prompts that are read slot by slot
-            through a table of 2^31 entries or more.
-        """
-        window = self.config.window_left
-        if isinstance(plan, CsrPlan):
-            raise lists_refused(self.name)
-        if reasons := self.refusals(plan):
-            raise UnsupportedError(f"backend {self.name!r}", reasons)
+    def attention(self, plan: AttnPlan | ExtendPlan) -> BoundAttention:
+        """Bind to the plan's kind."""
         if isinstance(plan, ExtendPlan):
-            return Fa3Causal(self, keys_of_prompts(plan, window), plan, window)
+            return BoundPages(self, plan, keys_of_prompts(plan, self.config.window_left))
         if plan.layout.causal:
-            # the list of a single query token ends at its window already
-            left = window if plan.layout.q_len > 1 else -1
-            return Fa3Causal(self, keys_of_chains(plan, window), plan, left)
+            return BoundPages(self, plan, keys_of_chains(plan, self.config.window_left))
         return Fa3Tree.over(self, plan)
 
     def attend(
+        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Place, lse: Place
+    ) -> Tensor:
+        """Attend in one causal call: to chains, or ragged prompts."""
+        plan, window = bound.plan, self.config.window_left
+        shape: tuple[int, ...] = (len(q),)
+        ragged: dict[str, Any] = {}
+        if isinstance(plan, ExtendPlan):
+            ragged = {"cu_seqlens_q": plan.qo_indptr, "max_seqlen_q": plan.max_q_len}
+        else:
+            shape = bound.shape
+            # the list of a single query token ends at its window already
+            window = window if plan.layout.q_len > 1 else -1
+        found, sums = self.call(
+            q.unflatten(0, shape),
+            k,
+            v,
+            None if out is None else out.unflatten(0, shape),
+            bound.keys,
+            causal=True,
+            window_left=window,
+            **ragged,
+        )
+        if lse is not None:
+            lse.unflatten(0, shape).copy_(sums.transpose(-1, -2))
+        return found.flatten(0, -3) if out is None else out
+
+    def call(
         self,
         q: Tensor,
         k_cache: Tensor,
@@ -124,9 +133,9 @@ class Fa3Backend(LibraryBackend):
             keys.pages(k_cache),
             keys.pages(v_cache),
             out=out,
-            page_table=keys.page_table,
-            cache_seqlens=keys.cache_seqlens,
-            cache_batch_idx=keys.cache_batch_idx,
+            page_table=keys.table,
+            cache_seqlens=keys.lens,
+            cache_batch_idx=keys.rows,
             causal=causal,
             window_size=(window_left, -1 if window_left < 0 else 0),
             softmax_scale=self.config.sm_scale,
@@ -137,26 +146,6 @@ class Fa3Backend(LibraryBackend):
         return result[0], result[1]
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Every request's keys, as FA3 is given them.
-
-    ``page_table`` is ``[rows, width]`` int32, pages of a request's keys; ``cache_seqlens`` ``[B]``
-    int32, keys of every request; ``cache_batch_idx`` ``[B]`` int32, every request's row of the
-    table, None where request b has row b. ``fill`` writes all of it, on the device.
-    """
-
-    page_table: Tensor
-    cache_seqlens: Tensor
-    fill: Callable[[], None]
-    page_size: int = 1
-    cache_batch_idx: Tensor | None = None
-
-    def pages(self, pool: Tensor) -> Tensor:
-        """View ``[num_slots, heads, dim]`` as ``[num_pages, page_size, heads, dim]``."""
-        return pool[:, None] if self.page_size == 1 else whole_pages(pool, self.page_size)
-
-
 def page_of(page_size: int, window_left: int = -1) -> int:
     """Return a table entry's slots: 1 where a window cuts pages."""
     return 1 if window_left >= 0 else min(page_size, MAX_PAGE)
@@ -165,8 +154,7 @@ def page_of(page_size: int, window_left: int = -1) -> int:
 def keys_of_chains(plan: AttnPlan, window_left: int) -> Keys:
     """List prefix and tail of every request, from its window on."""
     if (page := page_of(plan.layout.page_size, window_left)) > 1:
-        blocks = BlockTable.over(plan, page)
-        return Keys(blocks.table, blocks.lens, blocks.fill, page)
+        return Keys.in_pages(plan, page)
     width = plan.req_to_token.shape[1] + plan.layout.tail
     if window_left >= 0:
         width = min(width, window_left + plan.layout.q_len)
@@ -188,15 +176,14 @@ def keys_of_chains(plan: AttnPlan, window_left: int) -> Keys:
 def keys_of_prefixes(plan: AttnPlan) -> Keys:
     """List the keys before a tail, by pages or ``req_to_token`` itself."""
     if (page := page_of(plan.layout.page_size)) > 1:
-        blocks = BlockTable.over(plan, page)
         # what the table says of the tail is not read
-        return Keys(blocks.table, plan.seq_lens, blocks.fill, page)
+        return replace(Keys.in_pages(plan, page), lens=plan.seq_lens)
     rows = plan.req_to_token.new_zeros(plan.batch)
 
     def fill() -> None:
         rows.copy_(plan.req_pool_indices)
 
-    return Keys(plan.req_to_token, plan.seq_lens, fill, cache_batch_idx=rows)
+    return Keys(plan.req_to_token, plan.seq_lens, fill, rows=rows)
 
 
 def keys_of_prompts(plan: ExtendPlan, window_left: int) -> Keys:
@@ -225,45 +212,7 @@ def keys_of_prompts(plan: ExtendPlan, window_left: int) -> Keys:
         starts.copy_(plan.req_pool_indices * slots.stride(0) + hidden)
         lens.copy_(plan.seq_lens + plan.qo_indptr.diff() - hidden)
 
-    return Keys(slots.as_strided((1, width), (1, 1)), lens, fill_slots, cache_batch_idx=starts)
-
-
-@dataclass(frozen=True)
-class Fa3Causal(BoundAttention):
-    """One causal call: equally many query tokens per request, or ragged prompts."""
-
-    backend: Fa3Backend
-    keys: Keys
-    plan: AttnPlan | ExtendPlan
-    window_left: int
-
-    def fill(self) -> None:
-        """List every request's keys."""
-        self.keys.fill()
-
-    def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Attend; see `BoundAttention.run`."""
-        plan, ragged = self.plan, {}
-        if isinstance(plan, ExtendPlan):
-            ragged = {"cu_seqlens_q": plan.qo_indptr, "max_seqlen_q": plan.max_q_len}
-        else:
-            shape = plan.batch, plan.layout.q_len
-            q, out = q.unflatten(0, shape), out.unflatten(0, shape)
-            lse = None if lse is None else lse.unflatten(0, shape)
-        _, sums = self.backend.attend(
-            q,
-            k_cache,
-            v_cache,
-            out,
-            self.keys,
-            causal=True,
-            window_left=self.window_left,
-            **ragged,
-        )
-        if lse is not None:
-            lse.copy_(sums.transpose(-1, -2))
+    return Keys(slots.as_strided((1, width), (1, 1)), lens, fill_slots, rows=starts)
 
 
 @dataclass(frozen=True)
@@ -307,17 +256,15 @@ class Fa3Tree(BoundAttention):
         if self.grows:
             ancestors.fill()
         merged = out.unflatten(0, shape)
-        _, prefix_lse = backend.attend(
-            q.unflatten(0, shape), k_cache, v_cache, merged, self.prefixes
-        )
-        tail_out, tail_lse = backend.attend(q[:, None], k_cache, v_cache, None, ancestors)
+        _, prefix_lse = backend.call(q.unflatten(0, shape), k_cache, v_cache, merged, self.prefixes)
+        tail_out, tail_lse = backend.call(q[:, None], k_cache, v_cache, None, ancestors)
         merge_lse(
             merged,
             prefix_lse.transpose(1, 2),
             plan.seq_lens,
             tail_out.view(merged.shape),
             tail_lse.view(*shape, -1),
-            ancestors.cache_seqlens.view(shape),
+            ancestors.lens.view(shape),
             merged,
             None if lse is None else lse.unflatten(0, shape),
         )

@@ -6,22 +6,23 @@ Its pages have 64 tokens, see `specattn.backends.paged`. Query tokens are masked
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from specattn.backends.base import latent_reasons
-from specattn.backends.paged import BlockTable, BoundPages, PagedBackend
+from specattn.backends.paged import PagedBackend
 from specattn.errors import UnsupportedError
 from specattn.kernels.mla import check_latent
+from specattn.plan import AttnPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.backends.base import BoundAttention, Capabilities
+    from specattn.backends.base import Capabilities
+    from specattn.backends.paged import BoundPages, Keys, Place
     from specattn.config import AttnConfig
-    from specattn.plan import AttnPlan
 
 #: Latent and rotated columns of a row.
 RANK, ROPE = 512, 64
@@ -50,41 +51,36 @@ class FlashMlaBackend(PagedBackend):
         except (ImportError, AttributeError, RuntimeError) as error:
             raise UnsupportedError(f"backend {self.name!r}", [str(error)]) from error
 
-    def bind_causal(self, plan: AttnPlan) -> BoundAttention:
-        """Bind, with a plan of FlashMLA's own."""
-        blocks = BlockTable.over(plan, self.page_size)
-        # the shapes of the plan depend on the device, the batch and the query rows
-        parts, splits = self.planned(blocks)
-        return BoundRows(self, blocks, (parts.clone(), splits.clone()))
+    def scratch(self, plan: AttnPlan, keys: Keys) -> tuple[Tensor, ...]:
+        """Return a plan of FlashMLA's own.
 
-    def planned(self, blocks: BlockTable) -> tuple[Tensor, Tensor]:
+        Its shapes depend on the device, the batch and the query rows.
+        """
+        return tuple(part.clone() for part in self.planned(plan, keys))
+
+    def planned(self, plan: AttnPlan, keys: Keys) -> tuple[Tensor, ...]:
         """Let FlashMLA plan the lengths, on the device."""
-        rows = blocks.plan.layout.q_len * self.config.num_qo_heads
-        parts, splits = self.library.get_mla_metadata(blocks.lens, rows, 1)
-        return parts, splits
+        rows = plan.layout.q_len * self.config.num_qo_heads
+        found: tuple[Tensor, Tensor] = self.library.get_mla_metadata(keys.lens, rows, 1)
+        return found
 
     def plan(self, bound: BoundPages) -> None:
         """Plan anew, where the plan was bound."""
-        for kept, new in zip(bound.scratch, self.planned(bound.blocks), strict=True):
+        assert isinstance(bound.plan, AttnPlan)
+        for kept, new in zip(bound.scratch, self.planned(bound.plan, bound.keys), strict=True):
             kept.copy_(new)
 
     def attend(
-        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
-        """Copy what FlashMLA returns."""
-        out.copy_(self.result(bound, q, k, v, lse))
-
-    def result(
-        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None
+        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Place, lse: Place
     ) -> Tensor:
         """Attend in one causal call, into memory that FlashMLA allocates."""
         check_latent(k, v)
-        blocks, shape = bound.blocks, bound.shape
+        keys, shape = bound.keys, bound.shape
         found: tuple[Tensor, Tensor] = self.library.flash_mla_with_kvcache(
             q.unflatten(0, shape),
-            blocks.pages(k),
-            blocks.table,
-            blocks.lens,
+            keys.pages(k),
+            keys.table,
+            keys.lens,
             RANK,
             *bound.scratch,
             softmax_scale=self.config.sm_scale,
@@ -93,16 +89,3 @@ class FlashMlaBackend(PagedBackend):
         if lse is not None:
             lse.unflatten(0, shape).copy_(found[1].transpose(1, 2))
         return found[0].flatten(0, 1)
-
-
-@dataclass(frozen=True)
-class BoundRows(BoundPages):
-    """FlashMLA over a block table, whose results need no copy."""
-
-    backend: FlashMlaBackend
-
-    def result(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lse: Tensor | None = None
-    ) -> Tensor:
-        """Attend; see `BoundAttention.result`."""
-        return self.backend.result(self, q, k_cache, v_cache, lse)

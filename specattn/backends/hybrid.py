@@ -87,7 +87,7 @@ class HybridBackend:
             found.append(f"prefill {self.prefill.name}: it serves no prompts")
         return found
 
-    def __call__(self, config: AttnConfig, device: torch.device) -> HybridLayer:
+    def __call__(self, config: AttnConfig, device: torch.device) -> AttentionBackend:
         """Make one backend of every kind."""
         kinds = dict.fromkeys((self.prefill, self.decode, self.verify))
         made = {kind: kind(config, device) for kind in kinds}
@@ -98,18 +98,8 @@ class HybridBackend:
             Phase.DRAFT: decode,
             Phase.VERIFY: made[self.verify],
         }
-        return HybridLayer(config, self.capabilities, phases)
 
+        def serving(plan: Plan) -> AttentionBackend:
+            return phases[Phase.PREFILL if isinstance(plan, ExtendPlan) else plan.layout.phase]
 
-@dataclass(frozen=True)
-class HybridLayer(CompositeBackend):
-    """`HybridBackend` for one layer geometry: its backends by phase."""
-
-    config: AttnConfig
-    capabilities: Capabilities
-    phases: dict[Phase, AttentionBackend]
-
-    def serving(self, plan: Plan) -> AttentionBackend:
-        """Return the backend of the plan's phase."""
-        phase = Phase.PREFILL if isinstance(plan, ExtendPlan) else plan.layout.phase
-        return self.phases[phase]
+        return CompositeBackend(config, self.capabilities, serving)

@@ -18,20 +18,25 @@ from specattn.backends.base import (
     Capabilities,
     imported,
     installed,
+    lists_refused,
     undeclared,
 )
 from specattn.buffers import ReadOnly
 from specattn.errors import UnsupportedError
 from specattn.kernels.indices import fill_block_table
-from specattn.plan import AttnPlan, CsrPlan, Plan
+from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from specattn.config import AttnConfig
 
 #: TRT-LLM's kernels, and CUTLASS MLA, read a block table in strides of so many keys.
 TABLE_KEYS = 128
+#: Where a result goes, if the caller has a place for it.
+Place = torch.Tensor | None
 
 
 class LibraryBackend(ReadOnly, ABC):
@@ -100,6 +105,7 @@ class PagedBackend(LibraryBackend):
     )
     page_sizes: ClassVar[tuple[int, ...]]
     page_size: ClassVar[int] = 64
+    masks: ClassVar[bool] = True  # causally; else every query token gets a list of its own
 
     def __init_subclass__(cls) -> None:
         # a subclass for other pages promises them, too
@@ -114,11 +120,9 @@ class PagedBackend(LibraryBackend):
             found.append(f"page_size must be one of {sizes}, got {cls.page_size}")
         return found
 
-    def refusals(self, plan: Plan) -> list[str]:
+    def refusals(self, plan: AttnPlan | ExtendPlan) -> list[str]:
         """Say why `bind` refuses a plan; empty means that it serves."""
-        if isinstance(plan, CsrPlan):
-            return ["index lists are not served, its kernels read whole pages (indices='table')"]
-        if not isinstance(plan, AttnPlan):
+        if isinstance(plan, ExtendPlan):
             return ["prompts are not served; give them to another backend (hybrid(prefill=...))"]
         if not plan.layout.causal:
             return ["trees are not served, its kernels know causal masks only (topk 1)"]
@@ -128,90 +132,122 @@ class PagedBackend(LibraryBackend):
         return []
 
     def bind(self, plan: Plan) -> BoundAttention:
-        """Bind to a causal plan of whole pages; refuse others by name."""
+        """Bind to a plan; an UnsupportedError for lists, and for `refusals`."""
+        if isinstance(plan, CsrPlan):
+            raise lists_refused(self.name)
         if reasons := self.refusals(plan):
             raise UnsupportedError(f"backend {self.name!r}", reasons)
-        assert isinstance(plan, AttnPlan)
-        return self.bind_causal(plan)
+        return self.attention(plan)
 
-    def bind_causal(self, plan: AttnPlan) -> BoundAttention:
-        """Bind to a plan whose words are causal by construction."""
-        return BoundPages(self, BlockTable.over(plan, self.page_size))
+    def attention(self, plan: AttnPlan | ExtendPlan) -> BoundAttention:
+        """Return attention over a plan that is not refused."""
+        assert isinstance(plan, AttnPlan)
+        keys = Keys.in_pages(plan, self.page_size, 1 if self.masks else plan.layout.q_len)
+        return BoundPages(self, plan, keys, self.scratch(plan, keys))
+
+    def scratch(self, plan: AttnPlan, keys: Keys) -> tuple[Tensor, ...]:
+        """Return what the library needs besides: a workspace, or a plan."""
+        return ()
 
     def plan(self, bound: BoundPages) -> None:
         """Let the library plan on the device, over the filled block table."""
 
     @abstractmethod
     def attend(
-        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
-        """Call the library over a block table; see `BoundAttention.run`."""
+        self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Place, lse: Place
+    ) -> Tensor:
+        """Call the library over a block table; see `BoundAttention.run`.
 
-
-def whole_pages(pool: Tensor, page_size: int) -> Tensor:
-    """View ``[num_slots, heads, dim]`` as ``[num_pages, page_size, heads, dim]``."""
-    whole = len(pool) // page_size * page_size
-    return pool[:whole].view(-1, page_size, *pool.shape[1:])
+        Returns
+        -------
+        Tensor
+            ``out``, or memory of the library's; always the latter if ``out`` is None.
+        """
 
 
 @dataclass(frozen=True)
-class BlockTable:
-    """The block table of a causal plan, and each list's length."""
+class Keys:
+    """Every request's keys, as libraries are given them; ``fill`` lists them.
 
-    plan: AttnPlan
-    page_size: int
-    lists: int
-    table: Tensor  # [B * lists, width] int32
-    lens: Tensor  # [B * lists] int32
+    Parameters
+    ----------
+    table : Tensor
+        ``[rows, width]`` int32, pages of a list's keys.
+    lens : Tensor
+        ``[lists]`` int32, keys of every list: one per request, or per query token.
+    fill : callable
+        Writes all of it, on the device.
+    page_size : int
+        Slots of a table entry.
+    rows : Tensor, optional
+        ``[lists]`` int32, every list's row of the table; without, list i has row i.
+    """
+
+    table: Tensor
+    lens: Tensor
+    fill: Callable[[], None]
+    page_size: int = 1
+    rows: Tensor | None = None
 
     @classmethod
-    def over(cls, plan: AttnPlan, page_size: int, lists: int = 1) -> BlockTable:
-        """Allocate a table for any list, in strides of `TABLE_KEYS` keys."""
+    def in_pages(cls, plan: AttnPlan, page_size: int, lists: int = 1) -> Keys:
+        """List any keys of a causal plan, ``lists`` times a request.
+
+        The table is as wide as strides of `TABLE_KEYS` keys.
+        """
         strides = -(-(plan.req_to_token.shape[1] + plan.layout.tail) // TABLE_KEYS)
         width = strides * TABLE_KEYS // page_size
         table = plan.req_to_token.new_zeros(plan.batch * lists, width)
-        return cls(plan, page_size, lists, table, table.new_zeros(len(table)))
+        lens = table.new_zeros(len(table))
+
+        def fill() -> None:
+            fill_block_table(
+                plan.key_slots, table=table, lens=lens, page_size=page_size, lists=lists
+            )
+
+        return cls(table, lens, fill, page_size)
 
     @property
-    def max_keys(self) -> int:
+    def most(self) -> int:
         """The keys a list can have, whatever the batch."""
         return self.table.shape[1] * self.page_size
 
-    def fill(self) -> None:
-        """Write table and lengths, on the device."""
-        fill_block_table(
-            self.plan.key_slots,
-            table=self.table,
-            lens=self.lens,
-            page_size=self.page_size,
-            lists=self.lists,
-        )
-
     def pages(self, pool: Tensor) -> Tensor:
-        """Return `whole_pages` of the table's size."""
-        return whole_pages(pool, self.page_size)
+        """View ``[num_slots, heads, dim]`` as ``[num_pages, page_size, heads, dim]``."""
+        whole = len(pool) // self.page_size * self.page_size
+        return pool[:whole].view(-1, self.page_size, *pool.shape[1:])
 
 
 @dataclass(frozen=True)
 class BoundPages(BoundAttention):
-    """Attention over a block table, planned on the device."""
+    """Attention over listed keys, planned on the device."""
 
     backend: PagedBackend
-    blocks: BlockTable
-    scratch: tuple[Tensor, ...] = ()  # what the library needs besides: a workspace, or a plan
+    plan: AttnPlan | ExtendPlan
+    keys: Keys
+    scratch: tuple[Tensor, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
         """Requests, and query tokens of each."""
-        return self.blocks.plan.batch, self.blocks.plan.layout.q_len
+        assert isinstance(self.plan, AttnPlan)
+        return self.plan.batch, self.plan.layout.q_len
 
     def fill(self) -> None:
-        """List the pages of every request, and plan."""
-        self.blocks.fill()
+        """List the keys of every request, and plan."""
+        self.keys.fill()
         self.backend.plan(self)
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        self.backend.attend(self, q, k_cache, v_cache, out, lse)
+        found = self.backend.attend(self, q, k_cache, v_cache, out, lse)
+        if found is not out:
+            out.copy_(found)
+
+    def result(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lse: Tensor | None = None
+    ) -> Tensor:
+        """Attend; see `BoundAttention.result`."""
+        return self.backend.attend(self, q, k_cache, v_cache, None, lse)

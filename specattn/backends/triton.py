@@ -224,8 +224,13 @@ class TritonBound(BoundAttention):
 
 
 @dataclass(frozen=True)
-class TritonCsr(TritonBound, JointFill):
-    """Draft decode from index lists."""
+class TritonTree(TritonBound, JointFill):
+    """A tree mode, whose later layers prefetch the prefix, or index lists."""
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether `for_layer` makes use of ``prefetch``: lists hold new keys, too."""
+        return not self.kernel.csr
 
     @staticmethod
     def fill_together(bounds: Sequence[TritonBound]) -> None:
@@ -233,13 +238,6 @@ class TritonCsr(TritonBound, JointFill):
         from specattn.kernels.attention.triton_plan import fill_plans
 
         fill_plans([bound.request for bound in bounds])
-
-
-@dataclass(frozen=True)
-class TritonTree(TritonCsr):
-    """A tree mode, whose later layers prefetch the prefix."""
-
-    prefetches: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -289,4 +287,4 @@ def bind_kernel(
         late = plan.layout.tail > plan.layout.q_len
     if deterministic:
         return TritonDeterministic(plan, kernel, request, inputs, late)
-    return (TritonCsr if isinstance(plan, CsrPlan) else TritonTree)(plan, kernel, request, inputs)
+    return TritonTree(plan, kernel, request, inputs)

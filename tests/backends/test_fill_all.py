@@ -12,13 +12,12 @@ from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.backends.base import (
     BoundAttention,
     CompositeAttention,
-    IdleAttention,
     JointFill,
     by_lengths_alone,
     fill_all,
 )
 from specattn.backends.hybrid import hybrid
-from specattn.backends.triton import TritonBackend, TritonCsr, TritonTree
+from specattn.backends.triton import TritonBackend, TritonTree
 from specattn.backends.triton_mla import TritonMlaBackend
 from specattn.batch import ForwardMode
 from specattn.cache.kv_pool import KVPool
@@ -167,7 +166,7 @@ def test_each_is_filled_once_whatever_it_is_part_of():
     log: list[str] = []
     a, b, c = Social(log, "a"), Heir(log, "b"), Alone(log, "c")
     group = Group([b, Group([c, a])])
-    fill_all([a, IdleAttention(), group, c, group])
+    fill_all([a, group, c, group])
     assert sorted(log) == ["a+b", "c"]
     log.clear()
     group.fill()
@@ -213,7 +212,7 @@ def test_heads_are_placed_early_after_attention_that_waits(monkeypatch, indices)
         return torch.zeros(bound.num_tokens, 4, 64, device=DEVICE)
 
     monkeypatch.setattr(type(layered.pool), "store_packed", store)
-    monkeypatch.setattr(TritonCsr, "run", lambda *_: None)
+    monkeypatch.setattr(TritonTree, "run", lambda *_: None)
     for _ in range(2):
         bound.fill()
         for layer in range(2):

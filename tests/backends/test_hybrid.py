@@ -68,7 +68,8 @@ def test_verification_follows_decoding_unless_told_otherwise():
 def test_a_backend_given_twice_is_made_once():
     composite = hybrid(prefill="torch_native", decode="triton", verify="torch_native")
     layer = composite(HEADS, DEVICE)
-    assert len({id(backend) for backend in layer.phases.values()}) == 2
+    served = [layer.serving(plan_of(mode)) for mode in (*MODES, ForwardMode.DECODE)]
+    assert len({id(backend) for backend in served}) == 2
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
