@@ -16,6 +16,8 @@ from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.attention.tiles import FLOAT8, TileConfig, logit_factors
 from specattn.kernels.attention.tree import (
     DeterministicSplits,
+    Operands,
+    Prompts,
     TreeAttention,
     check_lse,
     check_sinks,
@@ -97,26 +99,21 @@ def extend_attention(
         check_sinks(sinks, q.shape[1], q.device)
     if not len(q):
         return
-    launch.extend_attention(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        out=out,
-        lse=lse,
-        qo_indptr=qo_indptr,
-        seq_lens=seq_lens,
-        req_pool_indices=req_pool_indices,
-        req_to_token=req_to_token,
-        max_q_len=max_q_len,
+    prompts = Prompts(
+        qo_indptr,
+        seq_lens,
+        req_pool_indices,
+        max_q_len,
         # q (k_scale k): the keys' scale is a factor of the logits, whatever follows
-        factors=logit_factors(sm_scale * k_scale, logit_cap),
-        window_left=window_left,
-        v_scale=v_scale,
-        page_size=page_size,
-        deterministic=deterministic,
-        sinks=sinks,
-        tile=tile,
+        logit_factors(sm_scale * k_scale, logit_cap),
+        window_left,
+        v_scale,
+        page_size,
+        deterministic,
+        sinks,
     )
+    operands = Operands(q, k_cache, v_cache, out, lse, req_to_token)
+    launch.extend_attention(operands=operands, prompts=prompts, tile=tile)
 
 
 def merge_lse(

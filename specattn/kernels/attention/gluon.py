@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specattn.kernels.attention.tiles import FLOAT8, GluonTile, cdiv, gluon_tile_config
-from specattn.kernels.attention.tree import Operands, TreeAttention, row_strides
+from specattn.kernels.attention.tiles import FLOAT8, GluonTile, gluon_tile_config
+from specattn.kernels.attention.tree import (
+    Operands,
+    Prompts,
+    TreeAttention,
+    row_strides,
+    shape_constants,
+)
 from specattn.kernels.gluon_guard import gluon_ok, tma_boxes
-
-if TYPE_CHECKING:
-    from specattn.kernels.attention.triton import TreeKernels
 
 # converters take the registers that consumers of heads of 256 would need
 HEAD_DIMS = {
@@ -81,13 +84,16 @@ def check_gluon_tree(device: torch.device) -> None:
         raise ArithmeticError(f"relative error {error:.1e}")
 
 
-def launch_tree(
-    kernels: TreeKernels,
+def launch(
     tile: GluonTile,
-    bucket: TreeAttention,
+    bucket: TreeAttention | Prompts,
     operands: Operands,
+    plan: tuple[Tensor | None, ...],
+    *,
+    blocks: int,
+    **options: Any,
 ) -> None:
-    """Launch on the last plan's tables."""
+    """Launch ``blocks`` CTAs; see `specattn.kernels.attention.triton.launch`."""
     from specattn.kernels.attention.gluon_tree import gluon_tree_kernel
 
     q, k_cache, v_cache, out, lse, indices, tail = operands
@@ -96,147 +102,50 @@ def launch_tree(
             raise ValueError(
                 f"{name} must have rows aligned to {PIECE} bytes, got strides {cache.stride()}"
             )
-    grid = kernels.grid
     page, k_pages, v_pages = _pages(tile, k_cache, v_cache, bucket.page_size)
-    partial_out, partial_lse = bucket.workspace
     # absent tensors are never read
-    positions, tail_slots, tail_positions, tail_words = (indices if t is None else t for t in tail)
-    gluon_tree_kernel[(grid.splits * bucket.num_kv_heads * grid.m_tiles,)](
+    present = [indices if tensor is None else tensor for tensor in (*tail, *plan)]
+    (q_token, q_head), (out_token, out_head), (lse_token, lse_head) = map(
+        row_strides, (q, out, lse)
+    )
+    gluon_tree_kernel[(blocks,)](
         q,
         k_cache,
         v_cache,
         out,
-        partial_lse if lse is None else lse,
+        present[-1] if lse is None else lse,
         indices,
-        positions,
-        tail_slots,
-        tail_positions,
-        tail_words,
-        kernels.tables.requests,
-        kernels.tables.splits,
-        partial_out,
-        partial_lse,
+        *present,
         bucket.sinks,
         k_pages,
         v_pages,
         *bucket.factors,
         bucket.v_scale,
         *tail.strides,
-        Q_LEN=bucket.q_len,
-        TAIL=bucket.tail_len,
-        WORDS=bucket.words,
-        WINDOW=bucket.window_left,
-        HAS_CAP=bucket.has_cap,
-        CSR=bucket.csr,
-        GROUP=bucket.group,
-        NUM_KV=bucket.num_kv_heads,
-        HEAD_DIM=bucket.head_dim,
-        **_constants(tile, q, k_cache, v_cache, out, lse),
-        MT=grid.m_tiles,
+        Q_TOKEN=q_token,
+        Q_HEAD=q_head,
+        OUT_TOKEN=out_token,
+        OUT_HEAD=out_head,
+        LSE_TOKEN=lse_token,
+        LSE_HEAD=lse_head,
+        HAS_LSE=lse is not None,
+        **shape_constants(bucket, operands),
+        GROUPS=tile.block_m // 64,
+        BN=tile.block_n,
+        STAGES=tile.stages,
         PAGE=page,
+        PRODUCERS=PRODUCERS,
+        RAW=tile.raw_stages,
+        CONVERTERS=tile.converters,
+        PRODUCER_REGS=tile.producer_regs,
+        CONVERTER_REGS=tile.converter_regs,
+        CONSUMER_REGS=tile.consumer_regs,
         PREFETCH=bucket.prefetch,
-        **kernels.shared(bucket, "members"),
+        **options,
+        num_warps=4,
+        maxnreg=tile.max_regs,
         launch_pdl=True,
     )
-
-
-def launch_extend(
-    *,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    qo_indptr: Tensor,
-    seq_lens: Tensor,
-    req_pool_indices: Tensor,
-    req_to_token: Tensor,
-    max_q_len: int,
-    factors: tuple[float, float, float],
-    window_left: int,
-    v_scale: float,
-    page_size: int,
-    sinks: Tensor | None,
-    tile: GluonTile,
-) -> None:
-    """Launch prompt attention; arguments as `extend_attention` has checked them."""
-    from specattn.kernels.attention.gluon_tree import gluon_tree_kernel
-
-    group, batch = q.shape[1] // k_cache.shape[1], len(seq_lens)
-    blocks = cdiv(max_q_len * group, tile.block_m)
-    page, k_pages, v_pages = _pages(tile, k_cache, v_cache, page_size)
-    # neither tail, plan nor partial results are read
-    absent = [seq_lens] * 8
-    gluon_tree_kernel[(blocks * batch * k_cache.shape[1],)](
-        q,
-        k_cache,
-        v_cache,
-        out,
-        seq_lens if lse is None else lse,
-        req_to_token,
-        *absent,
-        sinks,
-        k_pages,
-        v_pages,
-        *factors,
-        v_scale,
-        *(0,) * 5,
-        Q_LEN=1,
-        TAIL=0,
-        WORDS=0,
-        WINDOW=window_left,
-        HAS_CAP=factors[2] > 0,
-        CSR=False,
-        GROUP=group,
-        NUM_KV=k_cache.shape[1],
-        HEAD_DIM=q.shape[2],
-        **_constants(tile, q, k_cache, v_cache, out, lse),
-        MT=1,
-        PAGE=page,
-        PREFETCH=False,
-        qo_indptr=qo_indptr,
-        seq_lens=seq_lens,
-        table_rows=req_pool_indices,
-        stride_table=req_to_token.stride(0),
-        batch=batch,
-        launch_pdl=True,
-    )
-
-
-def _constants(
-    tile: GluonTile,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-) -> dict[str, Any]:
-    """Return the constants of tensors and tile, and the compiler's options."""
-    q_strides, out_strides, lse_strides = map(row_strides, (q, out, lse))
-    return {
-        "Q_TOKEN": q_strides[0],
-        "Q_HEAD": q_strides[1],
-        "OUT_TOKEN": out_strides[0],
-        "OUT_HEAD": out_strides[1],
-        "LSE_TOKEN": lse_strides[0],
-        "LSE_HEAD": lse_strides[1],
-        "HAS_LSE": lse is not None,
-        "K_SLOT": k_cache.stride(0),
-        "K_HEAD": k_cache.stride(1),
-        "V_SLOT": v_cache.stride(0),
-        "V_HEAD": v_cache.stride(1),
-        "GROUPS": tile.block_m // 64,
-        "BN": tile.block_n,
-        "STAGES": tile.stages,
-        "PRODUCERS": PRODUCERS,
-        "RAW": tile.raw_stages,
-        "CONVERTERS": tile.converters,
-        "PRODUCER_REGS": tile.producer_regs,
-        "CONVERTER_REGS": tile.converter_regs,
-        "CONSUMER_REGS": tile.consumer_regs,
-        "num_warps": 4,
-        "maxnreg": tile.max_regs,
-    }
 
 
 def aligned(cache: Tensor) -> bool:

@@ -91,10 +91,10 @@ class Tail(NamedTuple):
         ``[B, q_len, ceil(tail_len / 64)]`` int64.
     """
 
-    positions: Tensor | None
-    slots: Tensor | None
-    slot_positions: Tensor | None
-    words: Tensor | None
+    positions: Tensor | None = None
+    slots: Tensor | None = None
+    slot_positions: Tensor | None = None
+    words: Tensor | None = None
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class Tail(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Tensors of one layer's attention, as `TreeAttention.run` has checked them."""
+    """Tensors of one layer's attention, checked; prompts have no tail."""
 
     q: Tensor
     k_cache: Tensor
@@ -116,7 +116,51 @@ class Operands(NamedTuple):
     out: Tensor
     lse: Tensor | None
     indices: Tensor
-    tail: Tail
+    tail: Tail = Tail()
+
+
+class Prompts(NamedTuple):
+    """Ragged prompts, in the place of a bucket of requests.
+
+    Parameters are those of `specattn.kernels.attention.extend_attention`, with ``factors`` as
+    `logit_factors` returns them. A row has a single token, and neither tail nor plan.
+    """
+
+    qo_indptr: Tensor
+    seq_lens: Tensor
+    req_pool_indices: Tensor
+    max_q_len: int
+    factors: tuple[float, float, float]
+    window_left: int
+    v_scale: float
+    page_size: int
+    deterministic: bool
+    sinks: Tensor | None
+    q_len: int = 1
+    tail_len: int = 0
+    words: int = 0
+    csr: bool = False
+    prefetch: bool = False
+
+
+def shape_constants(bucket: TreeAttention | Prompts, operands: Operands) -> dict[str, int]:
+    """Return the constants of a launch that both languages' kernels have."""
+    q, k_cache, v_cache = operands[:3]
+    return {
+        "Q_LEN": bucket.q_len,
+        "TAIL": bucket.tail_len,
+        "WORDS": bucket.words,
+        "WINDOW": bucket.window_left,
+        "HAS_CAP": bucket.factors[2] > 0,
+        "CSR": bucket.csr,
+        "GROUP": q.shape[1] // k_cache.shape[1],
+        "NUM_KV": k_cache.shape[1],
+        "HEAD_DIM": k_cache.shape[2],
+        "K_SLOT": k_cache.stride(0),
+        "K_HEAD": k_cache.stride(1),
+        "V_SLOT": v_cache.stride(0),
+        "V_HEAD": v_cache.stride(1),
+    }
 
 
 class TreeAttention:

@@ -30,7 +30,15 @@ from specattn.kernels.attention.tiles import (
     sharing_rows,
     tile_config,
 )
-from specattn.kernels.attention.tree import Grid, Operands, Tail, TreeAttention, row_strides
+from specattn.kernels.attention.tree import (
+    Grid,
+    Operands,
+    Prompts,
+    Tail,
+    TreeAttention,
+    row_strides,
+    shape_constants,
+)
 from specattn.kernels.attention.triton_merge import merge_kernel, merge_lse_kernel
 from specattn.kernels.attention.triton_plan import PlanRequest, Sharing, TreePlan, fill_plans
 from specattn.kernels.attention.triton_tree import tree_attention_kernel
@@ -135,46 +143,16 @@ class TreeKernels:
 
     def attend(self, bucket: TreeAttention, operands: Operands) -> None:
         """Launch the kernel of the tile."""
-        grid, tile = self.grid, self.grid.tile
-        if isinstance(tile, GluonTile):
-            gluon.launch_tree(self, tile, bucket, operands)
-            return
-        q, k_cache, v_cache, out, lse, indices, tail = operands
-        tree_attention_kernel[(grid.splits * bucket.num_kv_heads * grid.m_tiles,)](
-            q,
-            k_cache,
-            v_cache,
-            out,
-            lse,
-            indices,
-            *tail,
-            self.tables.requests,
-            self.tables.splits,
-            *bucket.workspace,
-            bucket.sinks,
-            *bucket.factors,
-            bucket.v_scale if bucket.kv_dtype == FLOAT8 else None,
-            *row_strides(q),
-            *row_strides(out),
-            *row_strides(lse),
-            *tail.strides,
-            **_pool_constants(k_cache, v_cache),
-            Q_LEN=bucket.q_len,
-            TAIL=bucket.tail_len,
-            WORDS=bucket.words,
-            WINDOW=bucket.window_left,
-            HAS_CAP=bucket.has_cap,
-            CSR=bucket.csr,
-            GROUP=bucket.group,
-            BM=tile.block_m,
-            BN=tile.block_n,
+        grid = self.grid
+        launch(
+            grid.tile,
+            bucket,
+            operands,
+            (self.tables.requests, self.tables.splits, *bucket.workspace),
+            blocks=(grid.splits * bucket.num_kv_heads * grid.m_tiles,),
             MT=grid.m_tiles,
-            STAGES=tile.stages,
-            SHORT=tile.short,
             **self.shared(bucket, "members"),
             **self.path_options,
-            **tile_options(tile),
-            **self.launch_options,
         )
 
     def shared(self, bucket: TreeAttention, table: str) -> dict[str, Any]:
@@ -222,119 +200,104 @@ class TreeKernels:
         )
 
 
-def _pool_constants(k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
-    """Return what the kernel knows of the pools."""
-    return {
-        "K_SLOT": k_cache.stride(0),
-        "K_HEAD": k_cache.stride(1),
-        "V_SLOT": v_cache.stride(0),
-        "V_HEAD": v_cache.stride(1),
-        "NUM_KV": k_cache.shape[1],
-        "HEAD_DIM": k_cache.shape[2],
-        "V_DIM": v_cache.shape[2],
-        "D_PAD": padded(k_cache.shape[2]),
-        "V_PAD": padded(v_cache.shape[2]),
-    }
-
-
 def tile_options(tile: TileConfig) -> dict[str, int]:
     """Return the compiler's options for a tile."""
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return options | {"maxnreg": tile.max_regs} if tile.max_regs else options
 
 
-def extend_attention(
+def launch(
+    tile: TileConfig,
+    bucket: TreeAttention | Prompts,
+    operands: Operands,
+    plan: tuple[Tensor | None, ...],
     *,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    qo_indptr: Tensor,
-    seq_lens: Tensor,
-    req_pool_indices: Tensor,
-    req_to_token: Tensor,
-    max_q_len: int,
-    factors: tuple[float, float, float],
-    window_left: int,
-    v_scale: float,
-    page_size: int,
-    deterministic: bool,
-    sinks: Tensor | None,
-    tile: TileConfig | None,
+    blocks: tuple[int, ...],
+    **options: Any,
 ) -> None:
-    """Launch prompt attention; arguments as `specattn.kernels.attention` has checked them."""
-    heads, head_dim = q.shape[1:]
-    kv_heads, v_head_dim = v_cache.shape[1:]
-    group = heads // kv_heads
-    if (
-        tile is None
-        and not deterministic
-        and max_q_len * group > gluon.SHORT_PROMPT
-        and gluon.serves(head_dim, v_head_dim, k_cache.dtype, q.device)
-        and gluon.aligned(k_cache)
-        and gluon.aligned(v_cache)
-    ):
-        tile = gluon_extend_tile(head_dim, page_size, k_cache.dtype)
+    """Launch the kernel of a tile.
+
+    Parameters
+    ----------
+    tile : TileConfig
+        Of Gluon's kernel, or of Triton's.
+    bucket : TreeAttention or Prompts
+        The forward.
+    operands : Operands
+        A layer's.
+    plan : tuple of Tensor or None
+        Requests, splits, partial values and their log-sum-exps; prompts have none.
+    blocks : tuple of int
+        The grid.
+    **options
+        Further arguments of the kernel, by name.
+    """
     if isinstance(tile, GluonTile):
-        gluon.launch_extend(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            out=out,
-            lse=lse,
-            qo_indptr=qo_indptr,
-            seq_lens=seq_lens,
-            req_pool_indices=req_pool_indices,
-            req_to_token=req_to_token,
-            max_q_len=max_q_len,
-            factors=factors,
-            window_left=window_left,
-            v_scale=v_scale,
-            page_size=page_size,
-            sinks=sinks,
-            tile=tile,
-        )
+        gluon.launch(tile, bucket, operands, plan, blocks=math.prod(blocks), **options)
         return
-    tile = tile or extend_tile_config(
-        head_dim, v_head_dim, k_cache.dtype, DeviceLimits.of(q.device)
-    )
-    tree_attention_kernel[(cdiv(max_q_len * group, tile.block_m), kv_heads, len(seq_lens))](
+    q, k_cache, v_cache, out, lse, indices, tail = operands
+    tree_attention_kernel[blocks](
         q,
         k_cache,
         v_cache,
         out,
         lse,
-        req_to_token,
-        # neither tail, plan nor partial results
-        *(None,) * 8,
-        sinks,
-        *factors,
-        v_scale if k_cache.dtype == FLOAT8 else None,
+        indices,
+        *tail,
+        *plan,
+        bucket.sinks,
+        *bucket.factors,
+        bucket.v_scale if k_cache.dtype == FLOAT8 else None,
         *row_strides(q),
         *row_strides(out),
         *row_strides(lse),
-        *(0,) * 5,
-        **_pool_constants(k_cache, v_cache),
-        Q_LEN=1,
-        TAIL=0,
-        WORDS=0,
-        WINDOW=window_left,
-        HAS_CAP=factors[2] > 0,
-        CSR=False,
-        GROUP=group,
+        *tail.strides,
+        **shape_constants(bucket, operands),
+        V_DIM=v_cache.shape[2],
+        D_PAD=padded(k_cache.shape[2]),
+        V_PAD=padded(v_cache.shape[2]),
         BM=tile.block_m,
         BN=tile.block_n,
-        MT=1,
         STAGES=tile.stages,
-        SHORT=0,
-        DETERMINISTIC=deterministic,
-        qo_indptr=qo_indptr,
-        seq_lens=seq_lens,
-        table_rows=req_pool_indices,
-        stride_table=req_to_token.stride(0),
+        SHORT=tile.short,
+        **options,
         **tile_options(tile),
         **launch_options(q.device),
+    )
+
+
+def extend_attention(*, operands: Operands, prompts: Prompts, tile: TileConfig | None) -> None:
+    """Launch prompt attention, which `specattn.kernels.attention` has checked."""
+    q, k_cache, v_cache = operands[:3]
+    kv_heads, v_head_dim = v_cache.shape[1:]
+    sizes = q.shape[2], v_head_dim
+    rows, batch = prompts.max_q_len * q.shape[1] // kv_heads, len(prompts.seq_lens)
+    options: dict[str, Any] = {"DETERMINISTIC": prompts.deterministic}
+    if (
+        tile is None
+        and not prompts.deterministic
+        and rows > gluon.SHORT_PROMPT
+        and gluon.serves(*sizes, k_cache.dtype, q.device)
+        and gluon.aligned(k_cache)
+        and gluon.aligned(v_cache)
+    ):
+        tile = gluon_extend_tile(q.shape[2], prompts.page_size, k_cache.dtype)
+    elif tile is None:
+        tile = extend_tile_config(*sizes, k_cache.dtype, DeviceLimits.of(q.device))
+    if isinstance(tile, GluonTile):
+        options = {"batch": batch}
+    launch(
+        tile,
+        prompts,
+        operands,
+        (None,) * 4,
+        blocks=(cdiv(rows, tile.block_m), kv_heads, batch),
+        MT=1,
+        qo_indptr=prompts.qo_indptr,
+        seq_lens=prompts.seq_lens,
+        table_rows=prompts.req_pool_indices,
+        stride_table=operands.indices.stride(0),
+        **options,
     )
 
 
