@@ -19,12 +19,11 @@ from specattn.kernels.attention.tiles import (
     DeviceLimits,
     MergeTile,
     TileConfig,
-    cdiv,
     deterministic_tile_config,
-    next_power_of_2,
 )
 from specattn.kernels.attention.triton import TreeKernels
 from specattn.kernels.attention.triton_paths import path_kernel
+from specattn.kernels.launch import cdiv, power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +57,7 @@ class DeterministicKernels(TreeKernels):
             "DETERMINISTIC": True,
             "PARTIAL_TILES": self.partial_tiles,
             "EXTRA": self.extra,
-            "TOKENS": next_power_of_2((tile.block_m - 2) // bucket.group + 2),
+            "TOKENS": power_of_2((tile.block_m - 2) // bucket.group + 2),
             "WIDTH": self.paths.shape[1],
             "paths": self.paths,
             "path_lens": self.path_lens,
@@ -96,7 +95,7 @@ class DeterministicKernels(TreeKernels):
             *tail.strides,
             Q_LEN=bucket.q_len,
             TAIL=bucket.tail_len,
-            TAIL_BLOCK=max(next_power_of_2(max(bucket.tail_len, 1)), 16),
+            TAIL_BLOCK=max(power_of_2(max(bucket.tail_len, 1)), 16),
             WINDOW=bucket.window_left,
             CSR=bucket.csr,
             BN=self.grid.tile.block_n,

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specattn.kernels.launch import power_of_2
+
 FLOAT8 = torch.float8_e4m3fn
 # shared memory of a multiprocessor that every resident CTA takes besides its own
 RESERVED = 1024
@@ -17,19 +19,9 @@ SHARE_FROM = 256
 MOST_SHARERS = 256
 
 
-def cdiv(a: int, b: int) -> int:
-    """Divide and round up."""
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two not below ``n >= 1``."""
-    return 1 << (n - 1).bit_length()
-
-
 def padded(width: int) -> int:
     """Return a tile's row width: a power of two from 16."""
-    return max(16, next_power_of_2(width))
+    return max(16, power_of_2(width))
 
 
 def logit_factors(scale: float, cap: float) -> tuple[float, float, float]:
@@ -200,7 +192,7 @@ def tile_config(
     depend on it. The 16-bit values for heads up to 128 were measured on an H200. The others keep
     clear of spills and of the shared memory a CTA can have, by what the compiler reports.
     """
-    key, value = next_power_of_2(head_dim), next_power_of_2(v_head_dim)
+    key, value = power_of_2(head_dim), power_of_2(v_head_dim)
     if dtype == torch.float32:
         # IEEE products run on the FMA units: registers set the limits
         tile = TileConfig(16, 32 if key + value <= 256 else 16, stages=2)
@@ -274,7 +266,7 @@ def extend_tile_config(
     head_dim: int, v_head_dim: int, dtype: torch.dtype, limits: DeviceLimits = HOPPER
 ) -> TileConfig:
     """Choose the tile of the prompt kernel, which is bound by arithmetic."""
-    key, value = next_power_of_2(head_dim), next_power_of_2(v_head_dim)
+    key, value = power_of_2(head_dim), power_of_2(v_head_dim)
     width = key + value
     if dtype == torch.float32:
         tile = TileConfig(32, 32 if width <= 256 else 16, warps=8, stages=2, ctas_per_sm=1)
@@ -327,83 +319,46 @@ def gluon_tile_config(
     if kv_dtype == FLOAT8:
         return _gluon_float8_tile(rows)
     if rows > 64:
+        tile = GluonTile(128, 128, ctas_per_sm=1, max_regs=168)
         if head_dim > 128:
-            return GluonTile(
-                128,
-                64,
-                stages=2,
-                ctas_per_sm=1,
-                max_regs=168,
-                producer_regs=56,
-                consumer_regs=224,
-            )
+            return replace(tile, block_n=64, stages=2, producer_regs=56, consumer_regs=224)
         if page_size >= 16:
-            return GluonTile(
-                128,
-                128,
-                stages=3,
-                ctas_per_sm=1,
-                max_regs=168,
-                producer_regs=56,
-                consumer_regs=224,
-                pages=True,
-            )
+            return replace(tile, producer_regs=56, consumer_regs=224, pages=True)
         # of few requests: two CTAs share the rows, so half as many partial results are merged
         if rows <= 128 and batch <= 4 and head_dim == 128 and not has_cap:
-            return GluonTile(64, 128, stages=3, ctas_per_sm=1, max_regs=168)
-        return GluonTile(
-            128, 128, stages=3, ctas_per_sm=1, max_regs=168, producer_regs=72, consumer_regs=216
-        )
+            return replace(tile, block_m=64)
+        return tile
     if head_dim > 128:
-        return GluonTile(64, 64, stages=3, ctas_per_sm=1, max_regs=168)
+        return GluonTile(64, 64, ctas_per_sm=1, max_regs=168)
     # a cap's arithmetic hides behind the copies only where two CTAs share a multiprocessor
     if batch <= 8 and head_dim == 128 and not has_cap:
         return GluonTile(64, 64, stages=6, ctas_per_sm=1, max_regs=168, min_tiles=2)
-    return GluonTile(64, 64, stages=3, ctas_per_sm=2, max_regs=128, producer_regs=56)
+    return GluonTile(64, 64, max_regs=128, producer_regs=56)
 
 
 def _gluon_float8_tile(rows: int) -> GluonTile:
     """Choose a tile with room to convert float8 keys."""
-    if rows > 64:
-        return GluonTile(
-            128,
-            64,
-            stages=3,
-            ctas_per_sm=1,
-            max_regs=96,
-            producer_regs=56,
-            consumer_regs=152,
-            raw_stages=3,
-            converter_regs=56,
-        )
-    return GluonTile(
-        64,
-        128,
-        stages=2,
-        ctas_per_sm=1,
-        max_regs=128,
-        producer_regs=72,
-        raw_stages=2,
-        converter_regs=88,
+    tile = GluonTile(64, 128, stages=2, ctas_per_sm=1, max_regs=128, raw_stages=2)
+    if rows <= 64:
+        return replace(tile, converter_regs=88)
+    return replace(
+        tile,
+        block_m=128,
+        block_n=64,
+        stages=3,
+        max_regs=96,
+        producer_regs=56,
+        consumer_regs=152,
+        raw_stages=3,
+        converter_regs=56,
     )
 
 
 def gluon_extend_tile(head_dim: int, page_size: int, kv_dtype: torch.dtype) -> GluonTile:
     """Choose the tile of prompts, which are bound by arithmetic."""
-    if kv_dtype == FLOAT8:
-        return _gluon_float8_tile(128)
-    if head_dim > 128:
-        return GluonTile(
-            128, 64, stages=2, ctas_per_sm=1, max_regs=168, producer_regs=56, consumer_regs=224
-        )
-    pages = page_size >= 16
-    return GluonTile(
-        128,
-        128,
-        stages=2,
-        ctas_per_sm=1,
-        max_regs=168,
-        producer_regs=56 if pages else 88,
-        consumer_regs=224 if pages else 208,
-        pages=pages,
-    )
+    if kv_dtype == FLOAT8 or head_dim > 128:
+        return gluon_tile_config(128, head_dim, 1, page_size, kv_dtype)
+    tile = GluonTile(128, 128, stages=2, ctas_per_sm=1, max_regs=168)
+    if page_size >= 16:
+        return replace(tile, producer_regs=56, consumer_regs=224, pages=True)
+    return replace(tile, producer_regs=88, consumer_regs=208)

@@ -20,9 +20,9 @@ from specattn.kernels.attention.tiles import (
     MOST_SHARERS,
     DeviceLimits,
     TileConfig,
-    cdiv,
     logit_factors,
 )
+from specattn.kernels.launch import cdiv
 
 if TYPE_CHECKING:
     from specattn.config import KVScales

@@ -20,12 +20,10 @@ from specattn.kernels.attention.tiles import (
     GluonTile,
     MergeTile,
     TileConfig,
-    cdiv,
     extend_tile_config,
     gluon_extend_tile,
     gluon_tile_config,
     merge_tile,
-    next_power_of_2,
     padded,
     sharing_rows,
     tile_config,
@@ -42,7 +40,7 @@ from specattn.kernels.attention.tree import (
 from specattn.kernels.attention.triton_merge import merge_kernel, merge_lse_kernel
 from specattn.kernels.attention.triton_plan import PlanRequest, Sharing, TreePlan, fill_plans
 from specattn.kernels.attention.triton_tree import tree_attention_kernel
-from specattn.kernels.launch import launch_options
+from specattn.kernels.launch import cdiv, launch_options, power_of_2
 
 
 class TreeKernels:
@@ -314,7 +312,7 @@ def merge_lse(
     base2: bool,
 ) -> None:
     batch, q_len, heads, head_dim = out.shape
-    block_h = min(8, next_power_of_2(heads))
+    block_h = min(8, power_of_2(heads))
     merge_lse_kernel[(batch * q_len, cdiv(heads, block_h))](
         prefix_out,
         prefix_lse,
@@ -335,5 +333,5 @@ def merge_lse(
         *((0, 0, 0) if lse is None else lse.stride()),
         UNIT=math.log(2) if base2 else 1.0,
         BLOCK_H=block_h,
-        BLOCK_D=next_power_of_2(head_dim),
+        BLOCK_D=power_of_2(head_dim),
     )

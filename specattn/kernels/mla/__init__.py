@@ -16,7 +16,6 @@ from specattn.kernels.attention import check_extend
 from specattn.kernels.attention.tiles import (
     DeviceLimits,
     TileConfig,
-    cdiv,
     logit_factors,
 )
 from specattn.kernels.attention.tree import (
@@ -25,6 +24,7 @@ from specattn.kernels.attention.tree import (
     TreeAttention,
     row_strides,
 )
+from specattn.kernels.launch import cdiv
 from specattn.kernels.mla.tiles import latent_widths, mla_extend_tile_config
 
 if TYPE_CHECKING:
