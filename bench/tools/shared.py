@@ -98,7 +98,7 @@ class Sharing(Ours):
 
     def plan(self) -> None:
         batch = self.batch
-        self.kernel.plan(batch.lens, batch.rows, batch.table.stride(0), table=batch.table)
+        self.kernel.plan(batch.lens, batch.rows, batch.table.stride(0), table=batch.table).fill()
 
 
 class OtherRows(Sharing):

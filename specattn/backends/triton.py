@@ -90,6 +90,7 @@ class TritonBackend(ReadOnly):
 
     name: ClassVar[str] = "triton"
     share_prefixes: ClassVar[bool] = False
+    kernels: ClassVar[type[TreeAttention]] = TreeAttention
     capabilities: ClassVar[Capabilities] = Capabilities(
         graphs=True, kv_dtypes=(FLOAT8,), deterministic=True, sinks=True
     )
@@ -133,7 +134,7 @@ class TritonBackend(ReadOnly):
         if config.deterministic:
             indices = plan.kv_indices if isinstance(plan, CsrPlan) else plan.req_to_token
             splits = DeterministicSplits(indices.shape[-1], config.split_keys)
-        return TreeAttention(
+        return self.kernels(
             **bucket(plan),
             num_qo_heads=config.num_qo_heads,
             num_kv_heads=config.num_kv_heads,
@@ -214,7 +215,7 @@ class TritonBound(BoundAttention):
 
     def fill(self) -> None:
         """Split the work, from what is on the device."""
-        self.kernel.kernels.fill(self.request)
+        self.request.fill()
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
@@ -270,13 +271,11 @@ def bind_kernel(
 ) -> TritonBound:
     """Bind the kernels of a bucket to its plan."""
     if isinstance(plan, CsrPlan):
-        request = kernel.plan_request_csr(plan.kv_indptr)
+        request = kernel.plan_csr(plan.kv_indptr)
         inputs, late = {"indices": plan.kv_indices}, True
     else:
         table = plan.req_to_token
-        request = kernel.plan_request(
-            plan.seq_lens, plan.req_pool_indices, table.stride(0), table=table
-        )
+        request = kernel.plan(plan.seq_lens, plan.req_pool_indices, table.stride(0), table=table)
         inputs = {
             "indices": plan.req_to_token,
             "positions": plan.positions,

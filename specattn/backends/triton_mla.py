@@ -15,14 +15,15 @@ from specattn.backends.base import (
     lists_refused,
     undeclared,
 )
-from specattn.backends.triton import TritonBackend, bucket, platform_reasons, prompts
+from specattn.backends.triton import TritonBackend, platform_reasons, prompts
 from specattn.kernels.mla import MlaAttention, mla_extend
-from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
+from specattn.plan import CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
     import torch
 
     from specattn.config import AttnConfig
+    from specattn.kernels.attention import TreeAttention
 
 # what the accumulator and the tiles in shared memory are sized for
 MAX_RANK, MAX_ROPE = 512, 64
@@ -32,6 +33,7 @@ class TritonMlaBackend(TritonBackend):
     """The library's own kernels for ``latent`` layers; they share no prefixes."""
 
     name: ClassVar[str] = "triton_mla"
+    kernels: ClassVar[type[TreeAttention]] = MlaAttention
     capabilities: ClassVar[Capabilities] = Capabilities(
         graphs=True, lists=False, window=False, cap=False
     )
@@ -51,20 +53,6 @@ class TritonMlaBackend(TritonBackend):
     def _extend(self, plan: ExtendPlan) -> BoundAttention:
         options = prompts(plan) | {"sm_scale": self.config.sm_scale}
         return FunctionAttention(plan, mla_extend, options)
-
-    def _kernel(self, plan: AttnPlan | CsrPlan) -> MlaAttention:
-        config = self.config
-        return MlaAttention(
-            **bucket(plan),
-            num_qo_heads=config.num_qo_heads,
-            num_kv_heads=1,
-            head_dim=config.head_dim,
-            v_head_dim=config.v_head_dim,
-            dtype=config.dtype,
-            device=self.device,
-            sm_scale=config.sm_scale,
-            workspace=self.workspace,
-        )
 
 
 def _geometry(config: AttnConfig) -> list[str]:

@@ -60,7 +60,7 @@ class Bucket:
         i, t = self.inputs, self.tree
         candidates = Candidates(i["scores"], i["tokens"], i["parents"], t.draft_probs)
         build_tree(candidates, i["bonus"], i["lens"], topk=self.topk, out=t)
-        self.kernel.plan(i["lens"], i["rows"], WIDTH)
+        self.kernel.plan(i["lens"], i["rows"], WIDTH).fill()
         for pool, out, lse in zip(self.pools, self.outs, self.lses, strict=True):
             self.kernel.run(
                 i["q"],

@@ -67,7 +67,7 @@ class Ours(Contestant):
 
     def plan(self) -> None:
         batch = self.batch
-        self.kernel.plan(batch.lens, batch.rows, batch.table.stride(0))
+        self.kernel.plan(batch.lens, batch.rows, batch.table.stride(0)).fill()
         if batch.case.fixed:
             self.kernel.trace(**self.tails())
 

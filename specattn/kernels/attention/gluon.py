@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specattn.kernels.attention.tiles import FLOAT8, GluonTile, gluon_tile_config
+from specattn.kernels.attention.plain import tree_attention
+from specattn.kernels.attention.tiles import FLOAT8, GluonTile, TileConfig, gluon_tile_config
 from specattn.kernels.attention.tree import (
     Operands,
     Prompts,
@@ -40,48 +41,80 @@ def serves(head_dim: int, v_head_dim: int, kv_dtype: torch.dtype, device: torch.
 
 
 def check_gluon_tree(device: torch.device) -> None:
-    """Raise an ArithmeticError unless the kernel agrees with float32 products."""
-    attention = TreeAttention(
-        batch=1,
-        q_len=2,
-        tail_len=2,
-        num_qo_heads=2,
+    """Raise an ArithmeticError unless the kernel agrees with torch."""
+    random = torch.Generator(device).manual_seed(0)
+    pools = torch.randn(2, 4096, 1, 64, generator=random, device=device).half()
+    tile = gluon_tile_config(6, 64, 1, 1, torch.float16)
+    check_kernel(TreeAttention, *pools, heads=2, tile=tile)
+
+
+def check_kernel(
+    kind: type[TreeAttention], k: Tensor, v: Tensor, *, heads: int, tile: TileConfig
+) -> None:
+    """Raise an ArithmeticError unless the kernel of a tile agrees with torch.
+
+    The problem has a tree, and short and cut requests.
+
+    Parameters
+    ----------
+    kind : type of TreeAttention
+        What has the kernel.
+    k, v : Tensor
+        ``[4096, 1, head_dim]`` and ``[4096, 1, v_head_dim]`` of one dtype: the pools.
+    heads : int
+        Query heads.
+    tile : TileConfig
+        The tile.
+    """
+    lengths, q_len, device, head_dim = [0, 3000, 61, 130], 3, k.device, k.shape[2]
+    batch, longest, scale = len(lengths), max(lengths), head_dim**-0.5
+    random = torch.Generator(device).manual_seed(1)
+    q = torch.randn(batch * q_len, heads, head_dim, generator=random, device=device).to(k.dtype)
+    slots = torch.randint(
+        len(k), (batch, longest + q_len), generator=random, device=device, dtype=torch.int32
+    )
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    rows = torch.arange(batch, device=device)
+    # the second and the third node are children of the first
+    words = torch.tensor([[1], [3], [5]], device=device).repeat(batch, 1, 1)
+    tail: dict[str, Any] = {"tail_slots": slots[:, longest:], "tail_words": words}
+    out = torch.full_like(q[..., : v.shape[2]], torch.nan)
+    lse = torch.full(q.shape[:2], torch.nan, device=device)
+    want, want_lse = out.float(), lse.clone()
+    attention = kind(
+        batch=batch,
+        q_len=q_len,
+        tail_len=q_len,
+        num_qo_heads=heads,
         num_kv_heads=1,
-        head_dim=64,
-        v_head_dim=64,
-        dtype=torch.float16,
+        head_dim=head_dim,
+        v_head_dim=v.shape[2],
+        dtype=q.dtype,
         device=device,
-        sm_scale=0.125,
-        tile=gluon_tile_config(4, 64, 1, 1, torch.float16),
+        sm_scale=scale,
+        tile=tile,
     )
-    generator = torch.Generator(device).manual_seed(0)
-    slots = torch.randperm(300, generator=generator, device=device).to(torch.int32)
-    k, v = torch.randn(2, 300, 1, 64, dtype=torch.float16, device=device, generator=generator)
-    q = torch.randn(2, 2, 64, dtype=torch.float16, device=device, generator=generator)
-    out = torch.full_like(q, torch.nan)
-    words = torch.tensor([[[1], [3]]], device=device)
-    attention.plan(
-        torch.tensor([298], dtype=torch.int32, device=device),
-        torch.zeros(1, dtype=torch.int64, device=device),
-        300,
-    )
-    attention.run(
+    attention.plan(lens, rows, slots.stride(0)).fill()
+    attention.run(q, k, v, out, lse, indices=slots, **tail)
+    tree_attention(
         q,
         k,
         v,
-        out,
-        None,
-        indices=slots[None],
-        tail_slots=slots[None, 298:],
-        tail_words=words,
+        want,
+        want_lse,
+        seq_lens=lens,
+        req_pool_indices=rows,
+        req_to_token=slots,
+        positions=None,
+        tail_positions=None,
+        sm_scale=scale,
+        max_prefix_len=longest,
+        **tail,
     )
-    keys, weighed = k[slots.long(), 0].float(), v[slots.long(), 0].float()
-    logits = torch.einsum("thd,nd->thn", q.float(), keys) * 0.125
-    logits[0, :, 299] = -torch.inf
-    want = logits.softmax(-1) @ weighed
-    error = float((out.float() - want).norm() / want.norm())
-    if not error < 1e-2:
-        raise ArithmeticError(f"relative error {error:.1e}")
+    off = ((out.float() - want).norm() / want.norm()).item()
+    lse_off = (lse - want_lse).abs().max().item()
+    if not (off < 1e-2 and lse_off < 1e-3):
+        raise ArithmeticError(f"relative error {off:.1e}, log-sum-exp off by {lse_off:.1e}")
 
 
 def launch(

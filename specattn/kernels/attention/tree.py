@@ -166,9 +166,9 @@ def shape_constants(bucket: TreeAttention | Prompts, operands: Operands) -> dict
 class TreeAttention:
     """Launch constants, plan and workspace of one bucket.
 
-    ``plan()`` (or ``plan_csr()``) once per step, for all layers; ``trace()`` once the tail is
-    known, for all layers, which only deterministic attention needs; ``run()`` once per layer. All
-    may be captured in a CUDA graph, which then serves every length.
+    ``plan().fill()`` (or ``plan_csr().fill()``) once per step, for all layers; ``trace()`` once the
+    tail is known, for all layers, which only deterministic attention needs; ``run()`` once per
+    layer. All may be captured in a CUDA graph, which then serves every length.
 
     Parameters
     ----------
@@ -371,23 +371,10 @@ class TreeAttention:
         row_stride: int,
         *,
         table: Tensor | None = None,
-    ) -> None:
-        """Split the step's work on the device; parameters as in `plan_request`."""
-        self.kernels.fill(self.plan_request(seq_lens, req_pool_indices, row_stride, table=table))
-
-    def plan_csr(self, kv_indptr: Tensor) -> None:
-        """Split the work of index lists, from ``kv_indptr``: int32 ``[B + 1]``."""
-        self.kernels.fill(self.plan_request_csr(kv_indptr))
-
-    def plan_request(
-        self,
-        seq_lens: Tensor,
-        req_pool_indices: Tensor,
-        row_stride: int,
-        *,
-        table: Tensor | None = None,
     ) -> PlanRequest:
-        """Return what `plan` does, for `fill_plans` to do together with other buckets.
+        """Return what splits the step's work on the device, by its ``fill``.
+
+        `fill_plans` does so for several buckets at once.
 
         Parameters
         ----------
@@ -405,12 +392,12 @@ class TreeAttention:
         if self.share_from and (table is None or table.dtype != torch.int32):
             found = None if table is None else table.dtype
             raise ValueError(f"table must be int32 [rows, C] with share_from, got {found}")
-        return self.kernels.plan_request(seq_lens, req_pool_indices, row_stride, table)
+        return self.kernels.plan(seq_lens, req_pool_indices, row_stride, table)
 
-    def plan_request_csr(self, kv_indptr: Tensor) -> PlanRequest:
-        """Return what `plan_csr` does; see `plan_request`."""
+    def plan_csr(self, kv_indptr: Tensor) -> PlanRequest:
+        """Return what splits the work of lists: of ``[B + 1]`` int32."""
         _check("kv_indptr", kv_indptr, (self.batch + 1,), torch.int32)
-        return self.kernels.plan_request(kv_indptr, None, 1)
+        return self.kernels.plan(kv_indptr, None, 1)
 
     def trace(
         self,

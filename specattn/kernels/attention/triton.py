@@ -38,7 +38,7 @@ from specattn.kernels.attention.tree import (
     shape_constants,
 )
 from specattn.kernels.attention.triton_merge import merge_kernel, merge_lse_kernel
-from specattn.kernels.attention.triton_plan import PlanRequest, Sharing, TreePlan, fill_plans
+from specattn.kernels.attention.triton_plan import PlanRequest, Sharing, TreePlan
 from specattn.kernels.attention.triton_tree import tree_attention_kernel
 from specattn.kernels.launch import cdiv, launch_options, power_of_2
 
@@ -120,15 +120,11 @@ class TreeKernels:
         """Return rows of partial results that are not shared: they come first."""
         return (self.grid.splits + bucket.batch) * bucket.num_kv_heads * bucket.q_len * bucket.group
 
-    def plan_request(
+    def plan(
         self, seq_lens: Tensor, rows: Tensor | None, row_stride: int, table: Tensor | None = None
     ) -> PlanRequest:
         """Return the plan and what to fill it from."""
         return PlanRequest(self.tables, seq_lens, rows, row_stride, table)
-
-    def fill(self, request: PlanRequest) -> None:
-        """Fill the bucket's plan."""
-        fill_plans([request])
 
     def trace(self, bucket: TreeAttention, indices: Tensor, tail: Tail) -> None:
         """Do nothing: these kernels read the words themselves."""

@@ -388,6 +388,10 @@ class PlanRequest(NamedTuple):
     row_stride: int
     table: Tensor | None = None
 
+    def fill(self) -> None:
+        """Fill the plan alone."""
+        fill_plans([self])
+
     @property
     def wide(self) -> bool:
         """Whether (tiles of all requests) * splits can pass 2^31."""

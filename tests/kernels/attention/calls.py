@@ -67,10 +67,10 @@ def plan(kernel: TreeAttention, case: Case) -> None:
     """Fill the kernels' plan for a case."""
     a = case.args
     if kernel.csr:
-        kernel.plan_csr(a["kv_indptr"])
+        kernel.plan_csr(a["kv_indptr"]).fill()
     else:
         table = a["req_to_token"]
-        kernel.plan(a["seq_lens"], a["req_pool_indices"], table.stride(0), table=table)
+        kernel.plan(a["seq_lens"], a["req_pool_indices"], table.stride(0), table=table).fill()
 
 
 def run(kernel: TreeAttention, case: Case, *, lse: bool = True) -> None:
