@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import BoundAttention, Capabilities, head_reasons, undeclared
+from specattn.backends.base import BoundAttention, Capabilities, head_reasons
 from specattn.backends.flashinfer_plan import (
     BranchLists,
     FlashInferLayer,
@@ -24,8 +24,6 @@ from specattn.backends.flashinfer_plan import (
     PromptLists,
     RequestLists,
     TailLists,
-    device_reasons,
-    scale_reasons,
 )
 from specattn.kernels.attention import merge_lse
 from specattn.kernels.checks import require_dense
@@ -61,14 +59,10 @@ class FlashInferBackend(FlashInferLayer):
     )
     two_passes_from: ClassVar[int | None] = 8192
 
-    @staticmethod
-    def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
-        """Name what stands in the way."""
-        found = device_reasons(device)
-        if config is None:
-            return found
-        found += undeclared(config, FlashInferBackend.capabilities)
-        return found + head_reasons(config, HEAD_DIMS, "flashinfer_mla") + scale_reasons(config)
+    @classmethod
+    def geometry(cls, config: AttnConfig) -> list[str]:
+        """Say which widths and scales stand in the way."""
+        return head_reasons(config, HEAD_DIMS, "flashinfer_mla") + super().geometry(config)
 
     def bind(self, plan: Plan) -> BoundAttention:
         """Bind to the plan's kind.
@@ -149,15 +143,13 @@ class FlashInferDecode(_Wrapper):
     """One query token per list: decoding, and draft steps."""
 
     def __init__(self, backend: FlashInferLayer, lists: RequestLists | BranchLists) -> None:
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-
         config = backend.config
         grid = Grid.recorded(config, lists.requests, 1, backend.processors())
         group = config.num_qo_heads // config.num_kv_heads
         # lists of requests end where the window does; for lists of others only the tensor-core
         # kernel starts there, the other one reads all keys and weighs some with 0
         self._window = config.window_left if isinstance(lists, BranchLists) else -1
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        wrapper = backend.library.BatchDecodeWithPagedKVCacheWrapper(
             backend.floats(grid.float_bytes),
             use_cuda_graph=True,
             use_tensor_cores=group > SMALL_GROUP or self._window >= 0,
@@ -192,8 +184,6 @@ class FlashInferPrefill(_Wrapper):
         causal: bool,
         masks: PackedMasks | None = None,
     ) -> None:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
         self.masks, self._q_len, self._causal = masks, q_len, causal
         self._recorded = isinstance(lists, RequestLists)
         buffers: dict[str, Any] = {}
@@ -207,7 +197,7 @@ class FlashInferPrefill(_Wrapper):
                 "custom_mask_buf": masks and masks.bits,
                 "mask_indptr_buf": masks and masks.indptr,
             }
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(
+        wrapper = backend.library.BatchPrefillWithPagedKVCacheWrapper(
             backend.floats(grid.float_bytes), backend="fa2", **buffers
         )
         super().__init__(backend, lists, wrapper, grid)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from specattn.backends.base import BoundAttention, Capabilities, latent_reasons, undeclared
+from specattn.backends.base import BoundAttention, Capabilities, latent_reasons
 from specattn.backends.flashinfer_plan import (
     BranchLists,
     FlashInferLayer,
@@ -20,8 +20,6 @@ from specattn.backends.flashinfer_plan import (
     Planned,
     PromptLists,
     RequestLists,
-    device_reasons,
-    scale_reasons,
 )
 from specattn.errors import UnsupportedError
 from specattn.kernels.checks import require_dense
@@ -57,11 +55,13 @@ class FlashInferMlaBackend(FlashInferLayer):
         dtypes=(torch.bfloat16,),
     )
 
-    @staticmethod
-    def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
-        """Name what stands in the way."""
-        found = device_reasons(device)
-        return found if config is None else found + _geometry(config)
+    @classmethod
+    def geometry(cls, config: AttnConfig) -> list[str]:
+        """Say which widths, head counts and scales stand in the way."""
+        found = latent_reasons(config, [(RANK, ROPE)])
+        if config.latent and TILE % config.num_qo_heads:
+            found.append(f"num_qo_heads must divide {TILE}, got {config.num_qo_heads}")
+        return found + super().geometry(config)
 
     def bind(self, plan: Plan) -> BoundAttention:
         """Bind to a causal plan that FlashInfer can plan; refuse others."""
@@ -76,16 +76,6 @@ class FlashInferMlaBackend(FlashInferLayer):
             )
         lists = RequestLists(plan, plan.batch, -1, self.name)
         return MlaAttention(self, lists, plan.layout.q_len)
-
-
-def _geometry(config: AttnConfig) -> list[str]:
-    found = latent_reasons(config, [(RANK, ROPE)])
-    if not config.latent:
-        return found
-    if TILE % config.num_qo_heads:
-        found.append(f"num_qo_heads must divide {TILE}, got {config.num_qo_heads}")
-    found += undeclared(config, FlashInferMlaBackend.capabilities)
-    return found + scale_reasons(config)
 
 
 class MlaAttention(Planned):

@@ -6,13 +6,12 @@ import weakref
 from abc import abstractmethod
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from specattn.backends.base import BoundAttention
-from specattn.buffers import ReadOnly
+from specattn.backends.paged import LibraryBackend
 from specattn.errors import UnsupportedError
 from specattn.kernels.indices import KeySlots, fill_lists
 from specattn.kernels.masks import pack_masks
@@ -31,36 +30,33 @@ MIN_SCALE = 1e-3
 MIN_FLOATS, MIN_INTS, MAX_TILING = 128 << 20, 256 << 10, 512 << 20
 
 
-def device_reasons(device: torch.device) -> list[str]:
-    """Say why FlashInfer cannot run on ``device``."""
-    found = []
-    if find_spec("flashinfer") is None:
-        found.append("flashinfer is not installed (pip install flashinfer-python, Linux only)")
-    if device.type != "cuda":
-        found.append(f"FlashInfer needs a CUDA device, got {device.type}")
-    elif not torch.cuda.is_available():
-        found.append("torch finds no CUDA device")
-    elif torch.cuda.get_device_capability(device) < (8, 0):
-        found.append("FlashInfer's FA2 kernels need compute capability 8.0")
-    return found
-
-
-def scale_reasons(config: AttnConfig) -> list[str]:
-    """Say why FlashInfer cannot mask at the layer's scale."""
-    if config.sm_scale < MIN_SCALE:
-        return [f"sm_scale must be at least {MIN_SCALE}, got {config.sm_scale}"]
-    return []
-
-
-class FlashInferLayer(ReadOnly):
+class FlashInferLayer(LibraryBackend):
     """A layer geometry, and the workspace of all bound to it."""
 
-    name: ClassVar[str]
+    module: ClassVar[str] = "flashinfer"
+    package: ClassVar[str] = "flashinfer-python, Linux only"
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
-        self.config = config
-        self.device = device
+        super().__init__(config, device)
         self._floats: Tensor | None = None
+
+    @classmethod
+    def device_reasons(cls, device: torch.device) -> list[str]:
+        """Say why FlashInfer cannot run on ``device``."""
+        if device.type != "cuda":
+            return [f"FlashInfer needs a CUDA device, got {device.type}"]
+        if not torch.cuda.is_available():
+            return ["torch finds no CUDA device"]
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return ["FlashInfer's FA2 kernels need compute capability 8.0"]
+        return []
+
+    @classmethod
+    def geometry(cls, config: AttnConfig) -> list[str]:
+        """Say why FlashInfer cannot mask at the layer's scale."""
+        if config.sm_scale < MIN_SCALE:
+            return [f"sm_scale must be at least {MIN_SCALE}, got {config.sm_scale}"]
+        return []
 
     def processors(self) -> int:
         """Return the device's streaming multiprocessors: FlashInfer cuts its work by them."""

@@ -69,24 +69,29 @@ class LibraryBackend(ReadOnly, ABC):
     @classmethod
     def reasons(cls, config: AttnConfig | None, device: torch.device) -> list[str]:
         """Name what stands in the way."""
-        found = []
+        found = cls.device_reasons(device)
         if not installed(cls.module):
-            found.append(f"{cls.module} is not installed (pip install {cls.package})")
-        needed = "needs a CUDA device of compute capability " + " or ".join(
-            f"{major}.x" for major in cls.majors
-        )
-        if device.type != "cuda" or not torch.cuda.is_available():
-            found.append(f"{cls.name} {needed}, got {device}")
-        elif (have := torch.cuda.get_device_capability(device))[0] not in cls.majors:
-            found.append(f"{cls.name} {needed}, got {have[0]}.{have[1]}")
+            found.insert(0, f"{cls.module} is not installed (pip install {cls.package})")
         if config is None:
             return found
         return found + undeclared(config, cls.capabilities) + cls.geometry(config)
 
     @classmethod
+    def device_reasons(cls, device: torch.device) -> list[str]:
+        """Say why the library has no kernels for ``device``."""
+        needed = "needs a CUDA device of compute capability " + " or ".join(
+            f"{major}.x" for major in cls.majors
+        )
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return [f"{cls.name} {needed}, got {device}"]
+        if (have := torch.cuda.get_device_capability(device))[0] not in cls.majors:
+            return [f"{cls.name} {needed}, got {have[0]}.{have[1]}"]
+        return []
+
+    @classmethod
     @abstractmethod
     def geometry(cls, config: AttnConfig) -> list[str]:
-        """Say which head counts and widths stand in the way."""
+        """Say what else about the layers stands in the way."""
 
 
 class PagedBackend(LibraryBackend):

@@ -80,7 +80,7 @@ def test_reasons_name_the_limits():
 
 
 def test_a_missing_library_is_named(monkeypatch):
-    monkeypatch.setattr("specattn.backends.flashinfer_plan.find_spec", lambda name: None)
+    monkeypatch.setattr("specattn.backends.paged.installed", lambda module: False)
     assert "flashinfer is not installed" in REASONS(None, torch.device("cpu"))[0]
 
 

@@ -280,7 +280,7 @@ def test_reasons_name_the_limits(monkeypatch):
     ):
         (found,) = REASONS(replace(config, **change), device)[len(here) :]
         assert reason in found
-    monkeypatch.setattr("specattn.backends.flashinfer_plan.find_spec", lambda name: None)
+    monkeypatch.setattr("specattn.backends.paged.installed", lambda module: False)
     assert REASONS(None, torch.device("cpu")) == [
         "flashinfer is not installed (pip install flashinfer-python, Linux only)",
         "FlashInfer needs a CUDA device, got cpu",
