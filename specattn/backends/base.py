@@ -82,13 +82,6 @@ class Capabilities:
         return cls(**found)
 
 
-class Fillable(Protocol):
-    """An object with metadata on the device."""
-
-    def fill(self) -> None:
-        """Derive device metadata from the plan's tensors: no sync, capturable."""
-
-
 class BoundAttention(ABC):
     """Attention over one plan.
 
@@ -253,6 +246,10 @@ class CompositeAttention(ABC):
     def fill(self) -> None:
         """Fill all parts."""
         fill_all(self.parts())
+
+
+#: An object with metadata on the device.
+Fillable = BoundAttention | CompositeAttention
 
 
 def fill_all(bounds: Iterable[Fillable]) -> None:

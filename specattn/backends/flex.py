@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from specattn.backends.base import BoundAttention, Capabilities, FunctionAttention, lists_refused
 from specattn.buffers import ReadOnly
+from specattn.kernels.attention.plain import gather
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
@@ -359,12 +360,6 @@ def _compiled_attention() -> Any:
     return torch.compile(_attention, dynamic=True, fullgraph=True)
 
 
-def _gather(cache: Tensor, keys: Keys) -> Tensor:
-    """Return ``[B, heads, N, D]``, 0 where unused: masks let NaN pass."""
-    rows = cache[keys.slots.long().masked_fill(~keys.used, 0)].float()
-    return rows.masked_fill(~keys.used[..., None, None], 0).transpose(1, 2)
-
-
 def _flex(
     q: Tensor,
     k_cache: Tensor,
@@ -393,8 +388,9 @@ def _flex(
     )
     out, sums = kernel(
         q.float().transpose(1, 2),
-        _gather(k_cache, keys),
-        _gather(v_cache, keys),
+        # masks let NaN pass
+        gather(k_cache, keys.slots, keys.used),
+        gather(v_cache, keys.slots, keys.used),
         capped if config.logit_cap else None,
         mask,
         config.sm_scale,

@@ -22,6 +22,9 @@ from specattn.kernels.attention.tree import (
     check_lse,
     check_sinks,
 )
+from specattn.kernels.launch import cdiv, power_of_2
+
+merge = TritonModule("specattn.kernels.attention.triton_merge")
 
 if TYPE_CHECKING:
     from specattn.kernels.attention import triton as launch
@@ -151,19 +154,34 @@ def merge_lse(
     base2 : bool
         ``prefix_lse`` and ``tail_lse`` are log2, as FlashInfer's are; ``lse`` is natural still.
     """
+    unit = math.log(2) if base2 else 1.0
     if on_triton(out):
-        return launch.merge_lse(
-            prefix_out=prefix_out,
-            prefix_lse=prefix_lse,
-            prefix_keys=prefix_keys,
-            tail_out=tail_out,
-            tail_lse=tail_lse,
-            tail_keys=tail_keys,
-            out=out,
-            lse=lse,
-            base2=base2,
+        batch, q_len, heads, head_dim = out.shape
+        block_h = min(8, power_of_2(heads))
+        merge.merge_lse_kernel[batch * q_len, cdiv(heads, block_h)](
+            prefix_out,
+            prefix_lse,
+            prefix_keys,
+            tail_out,
+            tail_lse,
+            tail_keys,
+            out,
+            lse,
+            q_len,
+            heads,
+            head_dim,
+            *prefix_out.stride()[:3],
+            *tail_out.stride()[:3],
+            *out.stride()[:3],
+            *prefix_lse.stride(),
+            *tail_lse.stride(),
+            *((0, 0, 0) if lse is None else lse.stride()),
+            UNIT=unit,
+            BLOCK_H=block_h,
+            BLOCK_D=power_of_2(head_dim),
         )
-    nothing, unit = float("-inf"), math.log(2) if base2 else 1.0
+        return
+    nothing = float("-inf")
     has_prefix = (prefix_keys > 0)[:, None, None]  # [B, 1, 1]
     has_tail = (tail_keys > 0)[:, :, None]  # [B, T, 1]
     logs = (

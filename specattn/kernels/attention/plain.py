@@ -2,17 +2,21 @@
 
 Vectorised over the batch, float32 inside for half and float8 inputs. A key no query sees is never
 used, whatever its slot holds (0 × NaN is NaN, so masking the logits alone would not do).
+
+All take as options the scale ``sm_scale``, and ``logit_cap``, ``k_scale``, ``v_scale``, ``sinks``.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def _gather(cache: Tensor, slots: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Return rows as ``[B, heads, N, dim]``, zeros where not ``seen``."""
+def gather(cache: Tensor, slots: Tensor, seen: Tensor, scale: float = 1.0) -> Tensor:
+    """Return rows as ``[B, heads, N, dim]``; zeros where not ``seen``."""
     rows = cache[slots.long().masked_fill(~seen, 0)]
     rows = rows.to(torch.float64 if cache.dtype == torch.float64 else torch.float32)
     rows = rows.masked_fill_(~seen[..., None, None], 0)
@@ -27,20 +31,24 @@ def _attend(
     lse: Tensor | None,
     slots: Tensor,
     visible: Tensor,
+    *,
     sm_scale: float,
-    logit_cap: float,
-    scales: tuple[float, float],
-    sinks: Tensor | None,
+    logit_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend ``q [B, T, Hq, D]`` to ``slots [B, N]``, masked.
 
-    The mask is ``visible [B, T, N]``; ``out`` and ``lse`` have ``B * T`` rows.
+    The mask is ``visible [B, T, N]``; ``out`` and ``lse`` have ``B * T`` rows. ``k_scale`` and
+    ``v_scale`` multiply the caches' contents; ``sinks [Hq]`` are those of
+    `TreeAttention.with_sinks`.
     """
     batch, q_len, heads, _ = q.shape
     kv_heads = k_cache.shape[1]
     seen = visible.any(1)  # [B, N]
-    k = _gather(k_cache, slots, seen, scales[0])  # [B, Hkv, N, D]
-    v = _gather(v_cache, slots, seen, scales[1])  # [B, Hkv, N, Dv]
+    k = gather(k_cache, slots, seen, k_scale)  # [B, Hkv, N, D]
+    v = gather(v_cache, slots, seen, v_scale)  # [B, Hkv, N, Dv]
     queries = q.to(k.dtype).transpose(1, 2)  # [B, Hq, T, D]
     if lse is None and not logit_cap and sinks is None and slots.shape[1]:
         values = scaled_dot_product_attention(
@@ -86,20 +94,15 @@ def tree_attention(
     tail_slots: Tensor,
     tail_positions: Tensor | None,
     tail_words: Tensor,
-    sm_scale: float,
     window_left: int = -1,
-    logit_cap: float = 0.0,
     max_prefix_len: int | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    sinks: Tensor | None = None,
+    **options: Any,
 ) -> None:
     """Attend query tokens to their request's prefix and tail.
 
     The arguments are those of `TreeAttention` and of its ``plan`` and ``run``. Prefixes are read
     from ``req_to_token [rows, C]``; ``max_prefix_len`` bounds ``seq_lens``, and without it the
-    longest is read from the device. ``k_scale`` and ``v_scale`` multiply the caches' contents;
-    ``sinks [Hq]`` are those of `TreeAttention.with_sinks`.
+    longest is read from the device.
     """
     batch, tail_len = tail_slots.shape
     q_len = q.shape[0] // batch
@@ -124,10 +127,7 @@ def tree_attention(
         lse,
         slots,
         visible,
-        sm_scale,
-        logit_cap,
-        (k_scale, v_scale),
-        sinks,
+        **options,
     )
 
 
@@ -140,12 +140,8 @@ def csr_attention(
     *,
     kv_indptr: Tensor,
     kv_indices: Tensor,
-    sm_scale: float,
     window_left: int = -1,
-    logit_cap: float = 0.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    sinks: Tensor | None = None,
+    **options: Any,
 ) -> None:
     """Attend each query row to its own index list.
 
@@ -167,10 +163,7 @@ def csr_attention(
         lse,
         slots,
         visible[:, None],
-        sm_scale,
-        logit_cap,
-        (k_scale, v_scale),
-        sinks,
+        **options,
     )
 
 
@@ -186,12 +179,8 @@ def extend_attention(
     req_pool_indices: Tensor,
     req_to_token: Tensor,
     max_q_len: int,
-    sm_scale: float,
     window_left: int = -1,
-    logit_cap: float = 0.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    sinks: Tensor | None = None,
+    **options: Any,
 ) -> None:
     """See `specattn.kernels.attention.extend_attention`."""
     ends, prefixes = qo_indptr.tolist(), seq_lens.tolist()
@@ -212,8 +201,5 @@ def extend_attention(
             None if lse is None else lse[rows],
             req_to_token[req_pool_indices[b], None, :kv_len],
             causal,
-            sm_scale,
-            logit_cap,
-            (k_scale, v_scale),
-            sinks,
+            **options,
         )

@@ -399,15 +399,7 @@ class TreeAttention:
         _check("kv_indptr", kv_indptr, (self.batch + 1,), torch.int32)
         return self.kernels.plan(kv_indptr, None, 1)
 
-    def trace(
-        self,
-        *,
-        indices: Tensor,
-        positions: Tensor | None = None,
-        tail_slots: Tensor | None = None,
-        tail_positions: Tensor | None = None,
-        tail_words: Tensor | None = None,
-    ) -> None:
+    def trace(self, *, indices: Tensor, **tail: Tensor | None) -> None:
         """List what every query token reads after the prefix's last full tile.
 
         Deterministic attention needs it after ``plan()``, and again whenever one of these tensors
@@ -418,8 +410,7 @@ class TreeAttention:
         ValueError
             If a shape, stride or dtype disagrees with those of `run`, or a tail is not given.
         """
-        tail = self._tail(positions, tail_slots, tail_positions, tail_words)
-        self.kernels.trace(self, indices, tail)
+        self.kernels.trace(self, indices, self._tail(**tail))
 
     def run(
         self,
@@ -430,10 +421,7 @@ class TreeAttention:
         lse: Tensor | None,
         *,
         indices: Tensor,
-        positions: Tensor | None = None,
-        tail_slots: Tensor | None = None,
-        tail_positions: Tensor | None = None,
-        tail_words: Tensor | None = None,
+        **tail: Tensor | None,
     ) -> None:
         """Attend, on the lengths of the last plan.
 
@@ -467,8 +455,7 @@ class TreeAttention:
         ValueError
             If a shape, stride or dtype disagrees with the above.
         """
-        tail = self._tail(positions, tail_slots, tail_positions, tail_words)
-        operands = Operands(q, k_cache, v_cache, out, lse, indices, tail)
+        operands = Operands(q, k_cache, v_cache, out, lse, indices, self._tail(**tail))
         self._check_run(operands)
         self.kernels.run(self, operands)
 
@@ -488,10 +475,11 @@ class TreeAttention:
 
     def _tail(
         self,
-        positions: Tensor | None,
-        tail_slots: Tensor | None,
-        tail_positions: Tensor | None,
-        tail_words: Tensor | None,
+        *,
+        positions: Tensor | None = None,
+        tail_slots: Tensor | None = None,
+        tail_positions: Tensor | None = None,
+        tail_words: Tensor | None = None,
     ) -> Tail:
         """Check the tensors this bucket reads; return them."""
         batch, q_len, tail = self.batch, self.q_len, self.tail_len

@@ -37,10 +37,10 @@ from specattn.kernels.attention.tree import (
     row_strides,
     shape_constants,
 )
-from specattn.kernels.attention.triton_merge import merge_kernel, merge_lse_kernel
+from specattn.kernels.attention.triton_merge import merge_kernel
 from specattn.kernels.attention.triton_plan import PlanRequest, Sharing, TreePlan
 from specattn.kernels.attention.triton_tree import tree_attention_kernel
-from specattn.kernels.launch import cdiv, launch_options, power_of_2
+from specattn.kernels.launch import cdiv, launch_options
 
 
 class TreeKernels:
@@ -292,42 +292,4 @@ def extend_attention(*, operands: Operands, prompts: Prompts, tile: TileConfig |
         table_rows=prompts.req_pool_indices,
         stride_table=operands.indices.stride(0),
         **options,
-    )
-
-
-def merge_lse(
-    *,
-    prefix_out: Tensor,
-    prefix_lse: Tensor,
-    prefix_keys: Tensor,
-    tail_out: Tensor,
-    tail_lse: Tensor,
-    tail_keys: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    base2: bool,
-) -> None:
-    batch, q_len, heads, head_dim = out.shape
-    block_h = min(8, power_of_2(heads))
-    merge_lse_kernel[(batch * q_len, cdiv(heads, block_h))](
-        prefix_out,
-        prefix_lse,
-        prefix_keys,
-        tail_out,
-        tail_lse,
-        tail_keys,
-        out,
-        lse,
-        q_len,
-        heads,
-        head_dim,
-        *prefix_out.stride()[:3],
-        *tail_out.stride()[:3],
-        *out.stride()[:3],
-        *prefix_lse.stride(),
-        *tail_lse.stride(),
-        *((0, 0, 0) if lse is None else lse.stride()),
-        UNIT=math.log(2) if base2 else 1.0,
-        BLOCK_H=block_h,
-        BLOCK_D=power_of_2(head_dim),
     )
