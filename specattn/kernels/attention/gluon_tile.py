@@ -151,7 +151,8 @@ def _make_stages(
 
 
 @gluon.jit
-def _advance(stage, phase, t):
+def advance(stage, phase, t):
+    """Next stage, and the phase its barriers are in."""
     stage += 1
     last = stage == t.STAGES
     return gl.where(last, 0, stage), gl.where(last, phase ^ 1, phase)
@@ -213,8 +214,8 @@ def _convert(raw, raw_full, raw_free, tiles, full, free, raw_t, t, count, WARPS:
         tiles.index(stage).store(values.to(tiles.dtype))
         fence_async_shared()
         mbarrier.arrive(full.index(stage), count=1)
-        raw_stage, raw_phase = _advance(raw_stage, raw_phase, raw_t)
-        stage, phase = _advance(stage, phase, t)
+        raw_stage, raw_phase = advance(raw_stage, raw_phase, raw_t)
+        stage, phase = advance(stage, phase, t)
 
 
 @gluon.jit
@@ -277,7 +278,7 @@ def produce(
             mbarrier.wait(ring.v_free.index(stage), phase)
             async_load(ring.v.index(stage), v_head + rows * pools.V_SLOT)
             async_copy.mbarrier_arrive(ring.v_full.index(stage), increment_count=False)
-            stage, phase = _advance(stage, phase, t)
+            stage, phase = advance(stage, phase, t)
     else:
         column = head * t.HEAD_DIM
         for start in range(begin, begin + count * BN, BN):
@@ -315,7 +316,7 @@ def produce(
                 async_copy.wait_group(0)
                 fence_async_shared()
                 mbarrier.arrive(v_full, count=1)
-            stage, phase = _advance(stage, phase, t)
+            stage, phase = advance(stage, phase, t)
     return stage, phase
 
 
@@ -410,7 +411,7 @@ def drain(ring, t, count, stage, phase):
         mbarrier.arrive(ring.k_free.index(stage), count=1)
         mbarrier.wait(ring.v_full.index(stage), phase)
         mbarrier.arrive(ring.v_free.index(stage), count=1)
-        stage, phase = _advance(stage, phase, t)
+        stage, phase = advance(stage, phase, t)
     return stage, phase
 
 
@@ -465,7 +466,7 @@ def attend(
     p = gl.convert_layout(p.to(dtype), weights)
     for start in range(begin + BN, begin + count * BN, BN):
         before, before_phase = stage, phase
-        stage, phase = _advance(stage, phase, t)
+        stage, phase = advance(stage, phase, t)
         masked = (start < clear_from) | (start + BN > clear_to)
         words = _load_words(word_row, row_ok, masked, start - prefix_len, t)
         mbarrier.wait(ring.k_full.index(stage), phase)
@@ -492,7 +493,7 @@ def attend(
     acc_next = warpgroup_mma(p, ring.v.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc_next])
     mbarrier.arrive(ring.v_free.index(stage), count=1)
-    stage, phase = _advance(stage, phase, t)
+    stage, phase = advance(stage, phase, t)
     inverse = gl.convert_layout(gl.where(total > 0.0, 1.0 / total, 0.0), by_value)
     # a row that saw nothing may have met anything in the pool
     acc = gl.where((inverse > 0.0)[:, None], acc * inverse[:, None], 0.0)

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from specattn.kernels.attention.gluon_tile import record
+from specattn.kernels.attention.gluon_tile import advance, record
 from specattn.kernels.attention.triton_tree import load_request
 from specattn.kernels.gluon_names import async_load
 
@@ -87,14 +87,6 @@ def make_ring(dtype: gl.constexpr, t):
     mbarrier.init(ring.q_empty.index(0), count=1)
     fence_async_shared()
     return ring
-
-
-@gluon.jit
-def advance(stage, phase, t):
-    """Next stage, and the phase its barriers are in."""
-    stage += 1
-    last = stage == t.STAGES
-    return gl.where(last, 0, stage), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specattn.kernels.attention.gluon_tile import advance
 from specattn.kernels.attention.triton_tile import EMPTY, FLOOR, LN2, MASKED
 from specattn.kernels.attention.triton_tree import load_request, load_word, row_bits, spread
 from specattn.kernels.gluon_names import barrier, reinterpret
@@ -29,7 +30,6 @@ from specattn.kernels.mla.gluon_ring import (
     RANK,
     LatentConstants,
     Work,
-    advance,
     bounds,
     first_segment,
     make_ring,
