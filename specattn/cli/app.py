@@ -12,8 +12,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from specattn.cli import backends, bench, generate, graphs, inspect
+from specattn.cli.backends import backends
+from specattn.cli.bench import bench
 from specattn.cli.errors import exit_codes, logging_to_stderr
+from specattn.cli.generate import Generate
+from specattn.cli.graphs import EPILOG, Graphs
+from specattn.cli.inspect import Inspect
+from specattn.cli.options import command
 from specattn.cli.torchrun import one_output, world_size
 
 
@@ -44,11 +49,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("generate")(generate.generate)
-app.command("graphs", epilog=graphs.EPILOG)(graphs.graphs)
-app.command("inspect")(inspect.inspect)
-app.command("backends")(backends.backends)
-app.command("bench")(bench.bench)
+app.command("generate")(command(Generate))
+app.command("graphs", epilog=EPILOG)(command(Graphs))
+app.command("inspect")(command(Inspect))
+app.command("backends")(backends)
+app.command("bench")(bench)
 
 
 def _print_versions(wanted: bool) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specattn.cli.errors import ArgumentError
-from specattn.cli.options import is_given
+from specattn.cli.options import source
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -97,7 +97,7 @@ def bench(
 def _check_read(ctx: typer.Context) -> None:
     """Refuse options that another one makes meaningless."""
     written = {param.name: param.opts[0] for param in ctx.command.params if param.name}
-    given = [name for name in written if is_given(ctx, name)]
+    given = [name for name in written if source(ctx, name) == "COMMANDLINE"]
     for mode, read in _READ_BY.items():
         unread = [name for name in given if name not in (mode, *read)]
         if mode in given and unread:

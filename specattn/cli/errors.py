@@ -66,6 +66,13 @@ class ArgumentError(SpecAttnError):
         super().__init__(message)
 
 
+def refuse(*mistakes: tuple[bool, str, str]) -> None:
+    """Raise an `ArgumentError` for the first mistake: if it is one, the argument, the message."""
+    for is_one, argument, message in mistakes:
+        if is_one:
+            raise ArgumentError(argument, message)
+
+
 class NotFiniteError(SpecAttnError):
     """The target's logits were NaN or infinite for some requests."""
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path  # noqa: TC003 - Typer evaluates annotations
 from typing import TYPE_CHECKING, Annotated
 
-import typer  # noqa: TC002 - Typer evaluates annotations
+import typer
 
-from specattn.cli import options
-from specattn.cli.errors import ArgumentError, stderr
+from specattn.cli.errors import ArgumentError, refuse, stderr
 from specattn.cli.grammar import read_pattern
-from specattn.cli.options import OUTPUT, RUNNING, SAMPLING, option
-from specattn.cli.prompts import read_prompts
-from specattn.cli.requests import (
-    BAD_WORDS,
-    check_drawn,
-    forbid,
-    not_empty,
-    request_of,
-    requests_for,
-    sampling_params,
+from specattn.cli.loading import spelling
+from specattn.cli.options import (
+    OUTPUT,
+    RUNNING,
+    SAMPLING,
+    SPECULATION,
+    TEXT,
+    EngineCommand,
+    PromptArgument,
+    option,
+    source,
 )
+from specattn.cli.prompts import read_prompts
+from specattn.cli.requests import BAD_WORDS, biases, forbid, not_empty, requests_for
+from specattn.engine.request import Request
+from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from specattn.cli.loading import Models
@@ -30,6 +36,13 @@ if TYPE_CHECKING:
     from specattn.cli.running import Setup
     from specattn.config import SpecConfig
 
+_PROMPTS = (
+    "A batch of prompts: one per line, a JSON list, or JSON lines (.jsonl) of strings or "
+    'objects with a "prompt"; - for stdin.'
+)
+_CHAT = "Take each prompt as a message of the target's chat template."
+_SYSTEM = "With --chat: the system message."
+_ADAPTIVE = "Let every step take the given shape or a smaller one, by what drafts gain and cost."
 _TOP_K = "Keep the k most probable tokens; 0 is off. Not --topk, the branches of a tree."
 _MIN_P = "Keep tokens at least that many times as probable as the most probable one; 0 is off."
 _REPETITION = "Divide positive logits of tokens in the text, multiply negative ones; 1 is off."
@@ -44,195 +57,143 @@ _MIN_NEW = "Before so many tokens, neither an end nor a stop ends a text; 0 is o
 _STOP_TOKEN = "End with the token of this id; may be repeated."
 _LOGPROBS = "Show each token's log-probability, and those of the k most probable tokens."
 _SEED = (
-    "Of the first text, 0 by default; each further text of a batch has the next one. The same "
-    "seed gives "
-    "the same tokens up to rounding, which in 16 bits can change with the batch (not with "
+    "Of the first text, 0 by default; each further text of a batch has the next one. The same seed "
+    "gives the same tokens up to rounding, which in 16 bits can change with the batch (not with "
     "--adaptive)."
 )
 _COMPARE = "Also decode plainly, and report the first difference and the speed-up."
+_STOP = "End before this text; may be repeated."
+_CONTEXT = "Longest context. Default: what the run needs."
 
 
-def generate(
-    ctx: typer.Context,
-    prompt: options.PromptArgument = None,
-    prompts: options.PromptsOption = None,
-    chat: options.ChatOption = False,
-    system: options.SystemOption = None,
-    target: options.TargetOption = None,
-    draft: options.DraftOption = None,
-    draft_kind: options.DraftKindOption = "eagle3",
-    lookup_first: options.LookupFirstOption = False,
-    device: options.DeviceOption = "auto",
-    dtype: options.DtypeOption = "auto",
-    topk: options.TopkOption = None,
-    steps: options.StepsOption = None,
-    draft_tokens: options.DraftTokensOption = None,
-    tree: options.TreeOption = "beam",
-    ranks: options.RanksOption = None,
-    draft_sampling: options.DraftSamplingOption = False,
-    adaptive: options.AdaptiveOption = False,
-    temperature: Annotated[float, option(SAMPLING, "0 is greedy decoding.")] = 0.0,
-    top_k: Annotated[int, option(SAMPLING, _TOP_K)] = 0,
-    top_p: Annotated[float, option(SAMPLING, "Keep the most probable mass.")] = 1.0,
-    min_p: Annotated[float, option(SAMPLING, _MIN_P)] = 0.0,
-    repetition_penalty: Annotated[float, option(SAMPLING, _REPETITION)] = 1.0,
-    presence_penalty: Annotated[float, option(SAMPLING, _PRESENCE)] = 0.0,
-    frequency_penalty: Annotated[float, option(SAMPLING, _FREQUENCY)] = 0.0,
-    logit_bias: Annotated[list[str] | None, option(SAMPLING, _BIAS, metavar="TOKEN=VALUE")] = None,
-    bad_words: Annotated[list[str] | None, option(SAMPLING, _BAD, metavar="TEXT")] = None,
-    n: Annotated[int, option(SAMPLING, _N, "--n", min=1)] = 1,
-    seed: Annotated[int, option(SAMPLING, _SEED)] = 0,
-    max_new_tokens: Annotated[int, option(RUNNING, "Most tokens per prompt.", min=1)] = 96,
-    min_new_tokens: Annotated[int, option(RUNNING, _MIN_NEW, min=0)] = 0,
-    stop: Annotated[
-        list[str] | None, option(RUNNING, "End before this text; may be repeated.")
-    ] = None,
-    stop_token_id: Annotated[
-        list[int] | None, option(RUNNING, _STOP_TOKEN, metavar="TOKEN")
-    ] = None,
-    ignore_eos: Annotated[bool, option(RUNNING, "Go on past the end.", "--ignore-eos")] = False,
-    json_schema: Annotated[str | None, option(RUNNING, _SCHEMA, metavar="FILE|JSON")] = None,
-    regex: Annotated[str | None, option(RUNNING, _REGEX, metavar="PATTERN")] = None,
-    backend: options.BackendOption = "auto",
-    page_size: options.PageSizeOption = 1,
-    kv_cache_dtype: options.KvDtypeOption = "auto",
-    deterministic: options.DeterministicOption = False,
-    max_context: Annotated[
-        int | None, option(RUNNING, "Longest context. Default: what the run needs.", min=1)
-    ] = None,
-    batch_size: Annotated[int, option(RUNNING, "Prompts decoded at once.", min=1, max=1024)] = 16,
-    cudagraph: options.CudagraphOption = "auto",
-    no_fused: options.NoFusedOption = False,
-    no_graphs: Annotated[bool, option(RUNNING, "Record no CUDA graphs.", "--no-graphs")] = False,
-    compare: Annotated[bool, option(OUTPUT, _COMPARE, "--compare")] = False,
-    logprobs: Annotated[int | None, option(OUTPUT, _LOGPROBS, metavar="K")] = None,
-    as_json: options.JsonOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Generate(EngineCommand):
     """Continue a prompt: text on standard output, everything else on standard error."""
-    found = read_prompts(prompt, prompts, chat=chat, system=system, samples=n)
-    config = options.speculation(
-        topk,
-        steps,
-        draft_tokens,
-        kind=draft_kind,
-        lookup_first=lookup_first,
-        tree=tree,
-        ranks=ranks,
-        page_size=page_size,
-        draft_sampling=draft_sampling,
-        adaptive=adaptive,
-    )
-    sampling = sampling_params(
-        logit_bias or [],
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logprobs=logprobs,
-    )
-    drawn = {"--draft-sampling": draft_sampling, "--n": n > 1}
-    check_drawn(sampling, drawn | {"--seed": options.is_given(ctx, "seed")})
-    if n > batch_size:
-        raise ArgumentError("--n", f"must be at most --batch-size, {batch_size}, got {n}")
-    request = request_of(
-        sampling,
-        max_new_tokens=max_new_tokens,
-        stop=not_empty("--stop", stop),
-        ignore_eos=ignore_eos,
-        stop_token_ids=stop_token_id or (),
-        min_new_tokens=min_new_tokens,
-    )
-    words, recorded = not_empty(BAD_WORDS, bad_words), options.pick_cudagraph(cudagraph)
-    pattern = read_pattern(json_schema, regex, ignore_eos=ignore_eos)
 
-    from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
-    from specattn.cli.running import Setup
-    from specattn.speculative.drafts import draft_of
+    prompt: PromptArgument = None
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help=_PROMPTS)] = None
+    chat: Annotated[bool, typer.Option("--chat", help=_CHAT)] = False
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help=_SYSTEM)] = None
+    adaptive: Annotated[bool, option(SPECULATION, _ADAPTIVE, "--adaptive")] = False
+    temperature: Annotated[float, option(SAMPLING, "0 is greedy decoding.")] = 0.0
+    top_k: Annotated[int, option(SAMPLING, _TOP_K)] = 0
+    top_p: Annotated[float, option(SAMPLING, "Keep the most probable mass.")] = 1.0
+    min_p: Annotated[float, option(SAMPLING, _MIN_P)] = 0.0
+    repetition_penalty: Annotated[float, option(SAMPLING, _REPETITION)] = 1.0
+    presence_penalty: Annotated[float, option(SAMPLING, _PRESENCE)] = 0.0
+    frequency_penalty: Annotated[float, option(SAMPLING, _FREQUENCY)] = 0.0
+    logit_bias: Annotated[list[str] | None, option(SAMPLING, _BIAS, metavar="TOKEN=VALUE")] = None
+    bad_words: Annotated[list[str] | None, option(SAMPLING, _BAD, metavar="TEXT")] = None
+    n: Annotated[int, option(SAMPLING, _N, "--n", min=1)] = 1
+    seed: Annotated[int, option(SAMPLING, _SEED)] = 0
+    max_new_tokens: Annotated[int, option(TEXT, "Most tokens per prompt.", min=1)] = 96
+    min_new_tokens: Annotated[int, option(TEXT, _MIN_NEW, min=0)] = 0
+    stop: Annotated[list[str] | None, option(TEXT, _STOP)] = None
+    stop_token_id: Annotated[list[int] | None, option(TEXT, _STOP_TOKEN, metavar="TOKEN")] = None
+    ignore_eos: Annotated[bool, option(TEXT, "Go on past the end.", "--ignore-eos")] = False
+    json_schema: Annotated[str | None, option(TEXT, _SCHEMA, metavar="FILE|JSON")] = None
+    regex: Annotated[str | None, option(TEXT, _REGEX, metavar="PATTERN")] = None
+    max_context: Annotated[int | None, option(RUNNING, _CONTEXT, min=1)] = None
+    batch_size: Annotated[int, option(RUNNING, "Prompts decoded at once.", min=1, max=1024)] = 16
+    no_graphs: Annotated[bool, option(RUNNING, "Record no CUDA graphs.", "--no-graphs")] = False
+    compare: Annotated[bool, option(OUTPUT, _COMPARE, "--compare")] = False
+    logprobs: Annotated[int | None, option(OUTPUT, _LOGPROBS, metavar="K")] = None
 
-    place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
-    models = models_for(
-        ctx,
-        place,
-        target,
-        draft,
-        dtype,
-        backend,
-        deterministic=deterministic,
-        kv_dtype=stored,
-        speculative=config.num_steps > 0,
-        kind=draft_kind,
-        lookup_first=lookup_first,
-        fused=not no_fused,
-    )
-    config = config.reserving(draft_of(models.draft).draft_len(config))
-    limit = _context_limit(models, config, max_context)
-    request = forbid(request, words, models)
-    if pattern is not None:
-        request = replace(request, grammar=pattern.compile(models))
-    prompt_ids = found.encode(models.tokenizer, models.target.vocab_size, limit)
-    needed = max(map(len, prompt_ids)) + max_new_tokens + config.reserve_len
-    setup = Setup(
-        models,
-        requests_for(prompt_ids, request, samples=n),
-        max_context_len=max_context or min(limit, needed),
-        batch_size=min(batch_size, len(prompt_ids) * n),
-        backend=backend,
-        graphs=not no_graphs,
-        # compiling must not be measured; in Triton's interpreter there is nothing to compile
-        warm_up=place.type == "cuda" or (compare and backend != "triton"),
-        kv_dtype=stored,
-        deterministic=deterministic,
-        cudagraph=recorded,
-        adaptive=adaptive,
-    )
-    report = _decode(setup, config, found, compare=compare, live=not as_json)
-    if as_json:
-        objects = report.objects()
-        print(json.dumps(objects if found.batch or n > 1 else objects[0]))
-    else:
-        report.show(stderr())
-    found.check_finite(report.outcome.results)
+    def run(self) -> None:
+        """Read the prompts, decode them, and report."""
+        from specattn.cli.running import Setup
+        from specattn.speculative.drafts import draft_of
 
-
-def _context_limit(models: Models, config: SpecConfig, asked: int | None) -> int:
-    """Return the longest context, within what the models can do."""
-    most = models.target.max_context_len
-    if asked is not None and asked > most:
-        raise ArgumentError("--max-context", f"must be at most {most}, the target's, got {asked}")
-    # text alone has no vocabulary of its own
-    if 0 < models.draft_vocab_size < config.topk:
-        raise ArgumentError(
-            "--topk",
-            f"must be at most {models.draft_vocab_size}, the draft's vocabulary, got {config.topk}",
+        found = read_prompts(
+            self.prompt, self.prompts, chat=self.chat, system=self.system, samples=self.n
         )
-    return asked or most
+        config, request = self.config(adaptive=self.adaptive), self._request()
+        words = not_empty(BAD_WORDS, self.bad_words)
+        pattern = read_pattern(self.json_schema, self.regex, ignore_eos=self.ignore_eos)
+        options, models = self.engine_options, self.load_for(config)
+        config = config.reserving(draft_of(models.draft).draft_len(config))
+        limit = self._context_limit(models, config)
+        request = forbid(request, words, models)
+        if pattern is not None:
+            request = replace(request, grammar=pattern.compile(models))
+        prompt_ids = found.encode(models.tokenizer, models.target.vocab_size, limit)
+        needed = max(map(len, prompt_ids)) + self.max_new_tokens + config.reserve_len
+        setup = Setup(
+            models,
+            requests_for(prompt_ids, request, samples=self.n),
+            max_context_len=self.max_context or min(limit, needed),
+            batch_size=min(self.batch_size, len(prompt_ids) * self.n),
+            options=options | {"graphs": not self.no_graphs},
+            # compiling must not be measured; in Triton's interpreter there is nothing to compile
+            warm_up=self.place.type == "cuda" or (self.compare and self.backend != "triton"),
+            adaptive=self.adaptive,
+        )
+        report = self._decode(setup, config, found)
+        if self.as_json:
+            objects = report.objects()
+            print(json.dumps(objects if found.batch or self.n > 1 else objects[0]))
+        else:
+            report.show(stderr())
+        found.check_finite(report.outcome.results)
 
+    def _request(self) -> Request:
+        """Return a request without a prompt, as the options describe it."""
+        sampling = self.make(SamplingParams, logit_bias=biases(self.logit_bias), bad_words=())
+        if not sampling.drawn:
+            drawn = {
+                "--top-k": sampling.top_k != 0,
+                "--top-p": sampling.top_p != 1,
+                "--min-p": sampling.min_p != 0,
+                "--draft-sampling": self.draft_sampling,
+                "--n": self.n > 1,
+                "--seed": source(self.ctx, "seed") == "COMMANDLINE",
+            }
+            greedy = "needs --temperature above 0, got 0, which is greedy decoding"
+            refuse(*((given, name, greedy) for name, given in drawn.items()))
+        most = f"must be at most --batch-size, {self.batch_size}, got {self.n}"
+        refuse((self.n > self.batch_size, "--n", most))
+        return self.make(
+            Request,
+            prompt=(),
+            sampling=sampling,
+            stop=not_empty("--stop", self.stop),
+            stop_token_ids=self.stop_token_id or (),
+        )
 
-def _decode(
-    setup: Setup, config: SpecConfig, prompts: Prompts, *, compare: bool, live: bool
-) -> Report:
-    """Run the requests, and once more without speculation if asked to."""
-    from specattn.cli.compare import compare_plain
-    from specattn.cli.loading import spelling
-    from specattn.cli.output import TextOutput, progress, writes_to_file
-    from specattn.cli.report import Report
-    from specattn.cli.running import run
+    def _context_limit(self, models: Models, config: SpecConfig) -> int:
+        """Return the longest context, within what the models can do."""
+        most, asked = models.target.max_context_len, self.max_context
+        if asked is not None and asked > most:
+            raise ArgumentError(
+                "--max-context", f"must be at most {most}, the target's, got {asked}"
+            )
+        # text alone has no vocabulary of its own
+        size = models.draft_vocab_size
+        if 0 < size < config.topk:
+            raise ArgumentError(
+                "--topk", f"must be at most {size}, the draft's vocabulary, got {config.topk}"
+            )
+        return asked or most
 
-    with stderr().status("preparing buffers and graphs"):
-        engine = setup.engine(config)
-        setup.prepare(engine)
-    output = TextOutput(setup.models, setup.requests, prompts, live=live)
-    with progress("decoding", setup.requests, hidden=live and not writes_to_file()) as advance:
-        outcome = run(engine, setup.requests, output.take, advance)
-    output.finish()
-    report = Report(prompts, outcome, output.texts)
-    if setup.requests[0].sampling.logprobs is not None:
-        report = replace(report, spell=lambda token: spelling(setup.models.tokenizer, token))
-    if not compare:
-        return report
-    with progress("plain decoding", setup.requests) as advance:
-        return replace(report, comparison=compare_plain(outcome, setup, config, advance))
+    def _decode(self, setup: Setup, config: SpecConfig, prompts: Prompts) -> Report:
+        """Run the requests, and once more without speculation if asked to."""
+        from specattn.cli.compare import compare_plain
+        from specattn.cli.output import TextOutput, progress, writes_to_file
+        from specattn.cli.report import Report
+        from specattn.cli.running import run
+
+        live = not self.as_json
+        with stderr().status("preparing buffers and graphs"):
+            engine = setup.engine(config)
+            setup.prepare(engine)
+        output = TextOutput(setup.models, setup.requests, prompts, live=live)
+        with progress("decoding", setup.requests, hidden=live and not writes_to_file()) as advance:
+            outcome = run(engine, setup.requests, output.take, advance)
+        output.finish()
+        report = Report(prompts, outcome, output.texts)
+        if self.logprobs is not None:
+            report = replace(report, spell=partial(spelling, setup.models.tokenizer))
+        if not self.compare:
+            return report
+        with progress("plain decoding", setup.requests) as advance:
+            return replace(report, comparison=compare_plain(outcome, setup, config, advance))

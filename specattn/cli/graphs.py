@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer  # noqa: TC002 - Typer evaluates annotations
-
-from specattn.cli import options
 from specattn.cli.errors import ArgumentError
-from specattn.cli.options import RUNNING, option
+from specattn.cli.options import RUNNING, EngineCommand, option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +16,7 @@ if TYPE_CHECKING:
     from specattn.cuda_graph import GraphReport
 
 _BUCKETS = "1,2,3,4,6,8,10,12,16,20,24,28,32,40,48,64"
+_SAMPLED = "Also capture steps of requests that draw."
 _MIB = 2**20
 #: Stands below the command's options.
 EPILOG = (
@@ -28,89 +26,35 @@ EPILOG = (
 )
 
 
-def graphs(
-    ctx: typer.Context,
-    target: options.TargetOption = None,
-    draft: options.DraftOption = None,
-    draft_kind: options.DraftKindOption = "eagle3",
-    lookup_first: options.LookupFirstOption = False,
-    device: options.DeviceOption = "auto",
-    dtype: options.DtypeOption = "auto",
-    topk: options.TopkOption = None,
-    steps: options.StepsOption = None,
-    draft_tokens: options.DraftTokensOption = None,
-    draft_sampling: options.DraftSamplingOption = False,
-    backend: options.BackendOption = "auto",
-    page_size: options.PageSizeOption = 1,
-    kv_cache_dtype: options.KvDtypeOption = "auto",
-    deterministic: options.DeterministicOption = False,
-    cudagraph: options.CudagraphOption = "auto",
-    no_fused: options.NoFusedOption = False,
-    buckets: Annotated[
-        str, option(RUNNING, "Batch sizes to capture.", metavar="N,N,...")
-    ] = _BUCKETS,
-    max_context: Annotated[int, option(RUNNING, "Longest context.", min=1)] = 1024,
-    sampled: Annotated[
-        bool, option(RUNNING, "Also capture steps of requests that draw.", "--sampled")
-    ] = False,
-    as_json: options.JsonOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Graphs(EngineCommand):
     """Capture a speculative config's graphs; show the time and memory of each."""
-    sizes = _sizes(buckets)
-    config = options.speculation(
-        topk,
-        steps,
-        draft_tokens,
-        kind=draft_kind,
-        lookup_first=lookup_first,
-        page_size=page_size,
-        draft_sampling=draft_sampling,
-    )
-    if draft_sampling and not sampled:
-        raise ArgumentError("--draft-sampling", "needs --sampled: greedy steps draw no drafts")
-    recorded = options.pick_cudagraph(cudagraph)
 
-    from specattn.cli.loading import models_for, pick_device, pick_kv_dtype
-    from specattn.cli.running import Setup
+    buckets: Annotated[str, option(RUNNING, "Batch sizes to capture.", metavar="N,N,...")] = (
+        _BUCKETS
+    )
+    max_context: Annotated[int, option(RUNNING, "Longest context.", min=1)] = 1024
+    sampled: Annotated[bool, option(RUNNING, _SAMPLED, "--sampled")] = False
 
-    place, stored = pick_device(device), pick_kv_dtype(kv_cache_dtype)
-    models = models_for(
-        ctx,
-        place,
-        target,
-        draft,
-        dtype,
-        backend,
-        deterministic=deterministic,
-        kv_dtype=stored,
-        speculative=config.num_steps > 0,
-        kind=draft_kind,
-        lookup_first=lookup_first,
-        fused=not no_fused,
-    )
-    setup = Setup(
-        models,
-        (),
-        max_context,
-        max(sizes),
-        backend,
-        graphs=True,
-        warm_up=False,
-        kv_dtype=stored,
-        deterministic=deterministic,
-        cudagraph=recorded,
-        buckets=sizes,
-    )
-    began = time.perf_counter()
-    engine = setup.engine(config)
-    decoder = engine.decoder(engine.config)
-    if sampled:
-        decoder.capture(sampled=True)
-    captures, seconds = decoder.report(), time.perf_counter() - began
-    if as_json:
-        print(json.dumps(_object(captures, seconds, str(place))))
-    else:
-        show(captures, seconds, str(place))
+    def run(self) -> None:
+        """Capture, and print a table or JSON."""
+        from specattn.cli.running import Setup
+
+        sizes, config = _sizes(self.buckets), self.config()
+        if self.draft_sampling and not self.sampled:
+            raise ArgumentError("--draft-sampling", "needs --sampled: greedy steps draw no drafts")
+        options, models = self.engine_options, self.load_for(config)
+        setup = Setup(models, (), self.max_context, max(sizes), options | {"buckets": sizes})
+        began = time.perf_counter()
+        engine = setup.engine(config)
+        decoder = engine.decoder(engine.config)
+        if self.sampled:
+            decoder.capture(sampled=True)
+        captures, seconds = decoder.report(), time.perf_counter() - began
+        if self.as_json:
+            print(json.dumps(_object(captures, seconds, str(self.place))))
+        else:
+            show(captures, seconds, str(self.place))
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-import typer  # noqa: TC002 - Typer evaluates annotations
-
 from specattn.batch import Candidates
-from specattn.cli import options
-from specattn.cli.errors import ArgumentError
-from specattn.cli.options import NOT_TOP_K, SPECULATION, option
+from specattn.cli.errors import refuse
+from specattn.cli.options import (
+    NOT_TOP_K,
+    SPECULATION,
+    DraftTokensOption,
+    ModelCommand,
+    PromptArgument,
+    option,
+)
 from specattn.cli.prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -26,55 +30,50 @@ if TYPE_CHECKING:
 _TOPK = f"Branches kept at every depth; 1 is a chain. {NOT_TOP_K}"
 
 
-def inspect(
-    ctx: typer.Context,
-    prompt: options.PromptArgument = None,
-    target: options.TargetOption = None,
-    draft: options.DraftOption = None,
-    draft_kind: options.DraftKindOption = "eagle3",
-    device: options.DeviceOption = "auto",
-    dtype: options.DtypeOption = "auto",
-    topk: Annotated[int, option(SPECULATION, _TOPK)] = 2,
-    steps: Annotated[int, option(SPECULATION, "Depth of the draft tree.")] = 3,
-    draft_tokens: options.DraftTokensOption = None,
-    backend: options.BackendOption = "auto",
-    page_size: options.PageSizeOption = 1,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Inspect(ModelCommand):
     """Show the tree, mask and KV slots of a prompt's first step."""
-    found = read_prompts(prompt, None)
-    if not steps:
-        raise ArgumentError("--steps", "must be at least 1: plain decoding has no tree")
-    if draft_kind not in ("eagle3", "model"):
-        raise ArgumentError("--draft-kind", f"must be eagle3 or model here, got {draft_kind!r}")
-    if target is not None and draft is None:
-        raise ArgumentError("--draft", "is needed with --target")
-    config = options.speculation(topk, steps, draft_tokens, kind=draft_kind, page_size=page_size)
 
-    from specattn import inspect as pictures
-    from specattn.backends.fastest import considered
-    from specattn.cli.loading import models_for, pick_device
-    from specattn.speculative.drafts import draft_of
+    prompt: PromptArgument = None
+    topk: Annotated[int, option(SPECULATION, _TOPK)] = 2
+    steps: Annotated[int, option(SPECULATION, "Depth of the draft tree.")] = 3
+    draft_tokens: DraftTokensOption = None
 
-    place = pick_device(device)
-    models = models_for(
-        ctx, place, target, draft, dtype, backend, speculative=True, kind=draft_kind
-    )
-    config = config.reserving(draft_of(models.draft).draft_len(config))
-    limit = max(models.target.max_context_len - config.reserve_len, 0)
-    (ids,) = found.encode(models.tokenizer, models.target.vocab_size, limit)
-    tree, scores, accepted, engine = _first_step(models, found, ids, config, backend)
-    print(f"tree of {config.num_draft_tokens} nodes after {len(ids)} tokens (* accepted)")
-    print(pictures.tree(tree, models.tokenizer, scores=scores, accepted=accepted))
-    print("\nmask: row i sees tail key j (#) where node j is i or an ancestor of i")
-    print(pictures.mask(tree.words[0], len(ids)))
-    print("\nKV slots")
-    print(pictures.kv_map(engine.table, config))
-    print("\nattention")
-    for forward, name in _attending(engine).items():
-        print(f"{forward:13}  {name}")
-    if backend == "auto":
-        for choice, reasons in considered(models.target.layers, place).items():
-            print(choice.told(reasons))
+    def run(self) -> None:
+        """Run the step, and print pictures of it."""
+        from specattn import inspect as pictures
+        from specattn.backends.fastest import considered
+        from specattn.speculative.drafts import draft_of
+
+        found, kind = read_prompts(self.prompt, None), self.draft_kind
+        no_head = self.target is not None and self.draft is None
+        refuse(
+            (not self.steps, "--steps", "must be at least 1: plain decoding has no tree"),
+            (
+                kind not in ("eagle3", "model"),
+                "--draft-kind",
+                f"must be eagle3 or model here, got {kind!r}",
+            ),
+            (no_head, "--draft", "is needed with --target"),
+        )
+        config = self.shape(self.topk, self.steps, self.draft_tokens)
+        models = self.load(speculative=True)
+        config = config.reserving(draft_of(models.draft).draft_len(config))
+        limit = max(models.target.max_context_len - config.reserve_len, 0)
+        (ids,) = found.encode(models.tokenizer, models.target.vocab_size, limit)
+        tree, scores, accepted, engine = _first_step(models, found, ids, config, self.backend)
+        print(f"tree of {config.num_draft_tokens} nodes after {len(ids)} tokens (* accepted)")
+        print(pictures.tree(tree, models.tokenizer, scores=scores, accepted=accepted))
+        print("\nmask: row i sees tail key j (#) where node j is i or an ancestor of i")
+        print(pictures.mask(tree.words[0], len(ids)))
+        print("\nKV slots")
+        print(pictures.kv_map(engine.table, config))
+        print("\nattention")
+        for forward, name in _attending(engine).items():
+            print(f"{forward:13}  {name}")
+        if self.backend == "auto":
+            for choice, reasons in considered(models.target.layers, self.place).items():
+                print(choice.told(reasons))
 
 
 def _attending(engine: Engine) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from rich.progress import (
@@ -17,19 +17,18 @@ from rich.progress import (
 )
 
 from specattn.cli.errors import ArgumentError, stderr
-from specattn.cli.options import DTYPES, check_backend, from_environment
 from specattn.cli.torchrun import local_rank, world_size
 from specattn.config import FLOAT8
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import typer
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from specattn.speculative.drafts import Draft
     from specattn.speculative.lookup import LookupFirst, LookupProposer
     from specattn.speculative.model import TargetModel
 
+#: What ``--dtype`` may be.
+DTYPES = "auto, float32 (fp32), float16 (fp16) or bfloat16 (bf16)"
 _DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -38,8 +37,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
-# as vLLM and SGLang spell it, and torch
-_FLOAT8 = ("fp8_e4m3", "fp8", "float8_e4m3fn")
+_Value = TypeVar("_Value")
 # hidden size from which a CPU's threads gain from sharing one product; below, they only wait
 _SHARED_FROM = 1024
 
@@ -76,33 +74,6 @@ def spelling(tokenizer: Any, token: int) -> str:
     """Return the text of one token, special ones included."""
     text: str = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     return text
-
-
-def models_for(
-    ctx: typer.Context,
-    place: torch.device,
-    target: str | None,
-    draft: str | None,
-    dtype: str,
-    backend: str,
-    *,
-    deterministic: bool = False,
-    kv_dtype: torch.dtype | None = None,
-    **load: Any,
-) -> Models:
-    """Check a command's dtype and backend on ``place``; load its models.
-
-    ``load`` are further arguments of `load_models`.
-    """
-    weights = pick_dtype(dtype, place)
-    check_backend(
-        backend,
-        place,
-        from_environment=from_environment(ctx, "backend"),
-        deterministic=deterministic,
-        kv_dtype=kv_dtype,
-    )
-    return load_models(target, draft, dtype=weights, device=place, **load)
 
 
 @contextmanager
@@ -273,17 +244,19 @@ def _device_of_rank(name: str) -> str:
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype ``name``; ``auto`` is bfloat16 on CUDA, else float32."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in _DTYPES:
-        raise ArgumentError("--dtype", f"must be {DTYPES}, got {name!r}")
-    return _DTYPES[name]
+    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return pick("--dtype", name, _DTYPES | {"auto": auto}, DTYPES)
 
 
 def pick_kv_dtype(name: str) -> torch.dtype | None:
     """Return the dtype of the KV cache, None for the model's."""
-    if name == "auto":
-        return None
-    if name not in _FLOAT8:
-        raise ArgumentError("--kv-cache-dtype", f"must be auto or fp8_e4m3, got {name!r}")
-    return FLOAT8
+    # as vLLM and SGLang spell it, and torch
+    known = dict.fromkeys(("fp8_e4m3", "fp8", "float8_e4m3fn"), FLOAT8)
+    return pick("--kv-cache-dtype", name, known | {"auto": None}, "auto or fp8_e4m3")
+
+
+def pick(option: str, name: str, known: Mapping[str, _Value], expected: str) -> _Value:
+    """Return what an option's word stands for."""
+    if name not in known:
+        raise ArgumentError(option, f"must be {expected}, got {name!r}")
+    return known[name]

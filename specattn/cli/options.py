@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from functools import cached_property
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
-from specattn.cli.errors import ArgumentError, naming_options
+from specattn.cli import loading
+from specattn.cli.errors import ArgumentError, naming_options, refuse
+from specattn.config import AttnConfig, SpecConfig
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
 
-    from specattn.config import SpecConfig
-    from specattn.speculative.step_setup import CudagraphMode
+    import torch
+    from _typeshed import DataclassInstance
+
+    Record = TypeVar("Record", bound=DataclassInstance)
 
 MODELS, SPECULATION, SAMPLING = "Models", "Speculation", "Sampling"
-RUNNING, OUTPUT = "Running", "Output"
+TEXT, RUNNING, OUTPUT = "Text", "Running", "Output"
+# in the order of the help; options of none of them come first
+_PANELS = (None, MODELS, SPECULATION, SAMPLING, TEXT, RUNNING, OUTPUT)
 BACKEND_VARIABLE = "SPECATTN_BACKEND"
 
 
@@ -28,19 +37,6 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
 PromptArgument = Annotated[
     str | None,
     typer.Argument(metavar="PROMPT", help="Text to continue; - or nothing reads standard input."),
-]
-PromptsOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="A batch of prompts: one per line, a JSON list, or JSON lines (.jsonl) of strings or "
-        'objects with a "prompt"; - for stdin.',
-    ),
-]
-_CHAT = "Take each prompt as a message of the target's chat template."
-ChatOption = Annotated[bool, typer.Option("--chat", help=_CHAT)]
-SystemOption = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", help="With --chat: the system message.")
 ]
 _TARGET = (
     "Target: a folder, a file FILE.gguf, or the name of a model on the Hugging Face Hub. "
@@ -54,18 +50,12 @@ _KIND = (
     "What drafts: eagle3 (EAGLE heads), dflash, model (a whole model with the target's "
     "tokenizer), lookup (the text itself) or none."
 )
-DRAFT_KINDS = "eagle3", "dflash", "model", "lookup", "none"
+#: What may draft.
+DRAFT_KINDS = ("eagle3", "dflash", "model", "lookup", "none")
 _LOOKUP_FIRST = (
     "Where the text repeats itself, draft from it as lookup does, and else by the draft."
 )
-DTYPES = "auto, float32 (fp32), float16 (fp16) or bfloat16 (bf16)"
-_DTYPE = f"{DTYPES}. auto is bfloat16 on CUDA, float32 elsewhere."
-TargetOption = Annotated[str | None, option(MODELS, _TARGET, metavar="MODEL")]
-DraftOption = Annotated[str | None, option(MODELS, _DRAFT, metavar="MODEL")]
-DraftKindOption = Annotated[str, option(MODELS, _KIND, metavar="KIND")]
-LookupFirstOption = Annotated[bool, option(MODELS, _LOOKUP_FIRST, "--lookup-first")]
-DeviceOption = Annotated[str, option(MODELS, "auto, cpu, cuda or cuda:N.")]
-DtypeOption = Annotated[str, option(MODELS, _DTYPE)]
+_DTYPE = f"{loading.DTYPES}. auto is bfloat16 on CUDA, float32 elsewhere."
 
 #: Beside the tree's ``--topk`` there is a sampler's ``--top-k``.
 NOT_TOP_K = "Not --top-k, which is about drawing tokens."
@@ -75,14 +65,7 @@ _NODES = "Nodes verified at once, the root included. Default: steps + 1, or 4 pe
 _TREE = "beam (chains and trees of --topk), or best_first (--draft-tokens most probable nodes)."
 _RANKS = "Tokens of every depth that a best_first tree chooses from. Default: 8."
 _DRAWN = "Draw the drafts and verify by rejection sampling; chains at a temperature only."
-_ADAPTIVE = "Let every step take the given shape or a smaller one, by what drafts gain and cost."
-TopkOption = Annotated[int | None, option(SPECULATION, _TOPK)]
-StepsOption = Annotated[int | None, option(SPECULATION, _STEPS)]
 DraftTokensOption = Annotated[int | None, option(SPECULATION, _NODES)]
-TreeOption = Annotated[str, option(SPECULATION, _TREE)]
-RanksOption = Annotated[int | None, option(SPECULATION, _RANKS)]
-DraftSamplingOption = Annotated[bool, option(SPECULATION, _DRAWN, "--draft-sampling")]
-AdaptiveOption = Annotated[bool, option(SPECULATION, _ADAPTIVE, "--adaptive")]
 
 _BACKEND = "Attention backend, auto, or prefill,decode[,verify]; see `specattn backends`."
 _KV_DTYPE = "Store keys and values as fp8_e4m3; auto is the model's dtype."
@@ -91,112 +74,178 @@ _CUDAGRAPH = (
     "Record a step as one graph (full) or as three (piecewise); auto is full, or piecewise if a "
     "backend plans on the host."
 )
+_PAGE_SIZE = "KV slots per page, a power of two up to 512."
 _NO_FUSED = "Run transformers' own modules of whole models also where there are fused ones."
-BackendOption = Annotated[str, option(RUNNING, _BACKEND, envvar=BACKEND_VARIABLE)]
-KvDtypeOption = Annotated[str, option(RUNNING, _KV_DTYPE, "--kv-cache-dtype")]
-DeterministicOption = Annotated[bool, option(RUNNING, _BITS, "--deterministic")]
-CudagraphOption = Annotated[str, option(RUNNING, _CUDAGRAPH)]
-NoFusedOption = Annotated[bool, option(RUNNING, _NO_FUSED, "--no-fused")]
-PageSizeOption = Annotated[int, option(RUNNING, "KV slots per page, a power of two up to 512.")]
-JsonOption = Annotated[bool, option(OUTPUT, "Print JSON and nothing else.", "--json")]
 
-# room for one step of any config; the real context length follows from the prompts
-_ANY_CONTEXT = 2**20
 _DEFAULT_STEPS = 5
 _NODES_PER_BRANCH = 4
 _BEST_FIRST_NODES = 16
 
 
-def speculation(
-    topk: int | None,
-    steps: int | None,
-    draft_tokens: int | None,
-    *,
-    kind: str = "eagle3",
-    lookup_first: bool = False,
-    tree: str = "beam",
-    ranks: int | None = None,
-    page_size: int = 1,
-    draft_sampling: bool = False,
-    adaptive: bool = False,
-) -> SpecConfig:
-    """Return the speculative config of options; missing ones follow from the others."""
-    from specattn.config import SpecConfig
+@dataclass(frozen=True, kw_only=True)
+class ModelCommand(ABC):
+    """A command that loads models; its fields are its options."""
 
-    best_first: dict[str, Any] = {"tree": "best_first"} if _is_best_first(tree, ranks) else {}
-    _check_kind(kind, lookup_first=lookup_first)
-    needing = {
-        "--draft-sampling": draft_sampling,
-        "--tree best_first": bool(best_first) and not lookup_first,
-    }
-    _check_text(kind, needing, lookup_first=lookup_first)
-    if kind == "none" and steps:
-        raise ArgumentError("--steps", f"must be 0 with --draft-kind none, got {steps}")
-    if steps is None:
-        chain = not best_first and topk in (None, 1)
-        steps = 0 if kind == "none" else _default_steps(draft_tokens if chain else None)
-    topk = 1 if topk is None else topk
-    if draft_tokens is None:
-        draft_tokens = _BEST_FIRST_NODES if best_first else _default_nodes(topk, steps)
-    if ranks is not None:
-        best_first["ranks"] = ranks
-    with naming_options():
-        config = SpecConfig(
-            steps,
-            topk,
-            draft_tokens,
-            max_context_len=_ANY_CONTEXT,
-            page_size=page_size,
-            draft_sampling=draft_sampling and steps > 0,
-            **best_first,
+    ctx: typer.Context
+    target: Annotated[str | None, option(MODELS, _TARGET, metavar="MODEL")] = None
+    draft: Annotated[str | None, option(MODELS, _DRAFT, metavar="MODEL")] = None
+    draft_kind: Annotated[str, option(MODELS, _KIND, metavar="KIND")] = "eagle3"
+    device: Annotated[str, option(MODELS, "auto, cpu, cuda or cuda:N.")] = "auto"
+    dtype: Annotated[str, option(MODELS, _DTYPE)] = "auto"
+    backend: Annotated[str, option(RUNNING, _BACKEND, envvar=BACKEND_VARIABLE)] = "auto"
+    page_size: Annotated[int, option(RUNNING, _PAGE_SIZE)] = 1
+
+    @abstractmethod
+    def run(self) -> None:
+        """Run the command."""
+
+    @cached_property
+    def place(self) -> torch.device:
+        """The device."""
+        return loading.pick_device(self.device)
+
+    def make(self, kind: type[Record], **others: Any) -> Record:
+        """Return a record of the library, with the options that are its fields."""
+        asked = {name: value for name, value in vars(self).items() if value is not None}
+        values = {one.name: asked[one.name] for one in fields(kind) if one.name in asked} | others
+        with naming_options():
+            return kind(**values)
+
+    def shape(self, topk: int, steps: int, nodes: int | None, **more: Any) -> SpecConfig:
+        """Return a speculative config; its nodes follow from width and depth if need be."""
+        return self.make(
+            SpecConfig,
+            num_steps=steps,
+            topk=topk,
+            num_draft_tokens=_default_nodes(topk, steps) if nodes is None else nodes,
+            # room for one step of any config; the real length follows from the prompts
+            max_context_len=2**20,
+            **more,
         )
-    needing = {
-        "--draft-sampling": draft_sampling,
-        "--lookup-first": lookup_first,
-        f"--draft-kind {kind}": kind not in ("eagle3", "none"),
-        "--adaptive": adaptive,
-    }
-    if not steps:
-        _refuse_plain(needing)
-    return config
+
+    def load(
+        self, *, deterministic: bool = False, kv_dtype: torch.dtype | None = None, **how: Any
+    ) -> loading.Models:
+        """Check dtype and backend; load the models, ``how`` as `loading.load_models` has it."""
+        weights = loading.pick_dtype(self.dtype, self.place)
+        from_environment = source(self.ctx, "backend") == "ENVIRONMENT"
+        check_backend(
+            self.backend,
+            self.place,
+            argument=BACKEND_VARIABLE if from_environment else "--backend",
+            deterministic=deterministic,
+            kv_dtype=kv_dtype,
+        )
+        how = {"dtype": weights, "device": self.place, "kind": self.draft_kind, **how}
+        return loading.load_models(self.target, self.draft, **how)
 
 
-def _refuse_plain(needing: dict[str, bool]) -> None:
-    """Refuse options that plain decoding would ignore."""
-    for name, is_given in needing.items():
-        if is_given:
-            lacks = "smaller tree to choose from" if name == "--adaptive" else "drafts"
-            raise ArgumentError(
-                name, f"needs --steps of at least 1, got plain decoding, which has no {lacks}"
+@dataclass(frozen=True, kw_only=True)
+class EngineCommand(ModelCommand):
+    """A command that makes an engine."""
+
+    lookup_first: Annotated[bool, option(MODELS, _LOOKUP_FIRST, "--lookup-first")] = False
+    topk: Annotated[int | None, option(SPECULATION, _TOPK)] = None
+    steps: Annotated[int | None, option(SPECULATION, _STEPS)] = None
+    draft_tokens: DraftTokensOption = None
+    tree: Annotated[str, option(SPECULATION, _TREE)] = "beam"
+    ranks: Annotated[int | None, option(SPECULATION, _RANKS)] = None
+    draft_sampling: Annotated[bool, option(SPECULATION, _DRAWN, "--draft-sampling")] = False
+    kv_cache_dtype: Annotated[str, option(RUNNING, _KV_DTYPE)] = "auto"
+    deterministic: Annotated[bool, option(RUNNING, _BITS, "--deterministic")] = False
+    cudagraph: Annotated[str, option(RUNNING, _CUDAGRAPH)] = "auto"
+    no_fused: Annotated[bool, option(RUNNING, _NO_FUSED, "--no-fused")] = False
+    as_json: Annotated[bool, option(OUTPUT, "Print JSON and nothing else.", "--json")] = False
+
+    @cached_property
+    def engine_options(self) -> dict[str, Any]:
+        """Keyword arguments of an `Engine`, beside those for sizes."""
+        modes = {"auto": None, "full": "full", "piecewise": "piecewise"}
+        return {
+            "backend": self.backend,
+            "kv_dtype": loading.pick_kv_dtype(self.kv_cache_dtype),
+            "deterministic": self.deterministic,
+            "cudagraph": loading.pick(
+                "--cudagraph", self.cudagraph, modes, "auto, full or piecewise"
+            ),
+        }
+
+    def load_for(self, config: SpecConfig) -> loading.Models:
+        """Load the models that a speculative config needs."""
+        return self.load(
+            deterministic=self.deterministic,
+            kv_dtype=self.engine_options["kv_dtype"],
+            speculative=config.num_steps > 0,
+            lookup_first=self.lookup_first,
+            fused=not self.no_fused,
+        )
+
+    def config(self, *, adaptive: bool = False) -> SpecConfig:
+        """Return the speculative config of options; missing ones follow from the others."""
+        self._check_kind()
+        kind, topk, steps, nodes = self.draft_kind, self.topk, self.steps, self.draft_tokens
+        best_first = self.tree == "best_first"
+        if steps is None:
+            chain = not best_first and topk in (None, 1)
+            steps = 0 if kind == "none" else _default_steps(nodes if chain else None)
+        if best_first and nodes is None:
+            nodes = _BEST_FIRST_NODES
+        drawn = self.draft_sampling and steps > 0
+        config = self.shape(1 if topk is None else topk, steps, nodes, draft_sampling=drawn)
+        if not steps:
+            needs = "needs --steps of at least 1, got plain decoding, which has no"
+            refuse(
+                (self.draft_sampling, "--draft-sampling", f"{needs} drafts"),
+                (self.lookup_first, "--lookup-first", f"{needs} drafts"),
+                (kind not in ("eagle3", "none"), f"--draft-kind {kind}", f"{needs} drafts"),
+                (adaptive, "--adaptive", f"{needs} smaller tree to choose from"),
             )
+        return config
 
-
-def _check_text(kind: str, needing: dict[str, bool], *, lookup_first: bool) -> None:
-    """Refuse options that need the probabilities of drafts, where the text drafts."""
-    by_text = "--draft-kind lookup" if kind == "lookup" else "--lookup-first"
-    for name, is_given in needing.items():
-        if is_given and (kind == "lookup" or lookup_first):
-            raise ArgumentError(name, f"needs drafts with probabilities, which {by_text} has not")
-
-
-def _check_kind(kind: str, *, lookup_first: bool) -> None:
-    """Refuse an unknown kind of draft, and one for the text to come first of."""
-    if kind not in DRAFT_KINDS:
-        names = f"{', '.join(DRAFT_KINDS[:-1])} or {DRAFT_KINDS[-1]}"
-        raise ArgumentError("--draft-kind", f"must be {names}, got {kind!r}")
-    if lookup_first and kind in ("lookup", "none"):
-        raise ArgumentError(
-            "--lookup-first", f"needs a draft behind the text, which --draft-kind {kind} has not"
+    def _check_kind(self) -> None:
+        """Refuse unknown kinds of trees and drafts, and what they have no use for."""
+        kind, tree, first = self.draft_kind, self.tree, self.lookup_first
+        kinds = f"{', '.join(DRAFT_KINDS[:-1])} or {DRAFT_KINDS[-1]}"
+        by_text = "--draft-kind lookup" if kind == "lookup" else "--lookup-first"
+        unknown = f"needs drafts with probabilities, which {by_text} has not"
+        alone = f"needs a draft behind the text, which --draft-kind {kind} has not"
+        refuse(
+            (
+                tree not in ("beam", "best_first"),
+                "--tree",
+                f"must be beam or best_first, got {tree!r}",
+            ),
+            (self.ranks is not None and tree == "beam", "--ranks", "needs --tree best_first"),
+            (kind not in DRAFT_KINDS, "--draft-kind", f"must be {kinds}, got {kind!r}"),
+            (first and kind in ("lookup", "none"), "--lookup-first", alone),
+            (self.draft_sampling and (first or kind == "lookup"), "--draft-sampling", unknown),
+            (tree == "best_first" and kind == "lookup", "--tree best_first", unknown),
+            (
+                kind == "none" and bool(self.steps),
+                "--steps",
+                f"must be 0 with --draft-kind none, got {self.steps}",
+            ),
         )
 
 
-def _is_best_first(tree: str, ranks: int | None) -> bool:
-    """Return whether trees are built best first."""
-    if tree not in ("beam", "best_first"):
-        raise ArgumentError("--tree", f"must be beam or best_first, got {tree!r}")
-    if ranks is not None and tree == "beam":
-        raise ArgumentError("--ranks", "needs --tree best_first")
-    return tree == "best_first"
+def command(kind: type[ModelCommand]) -> Callable[..., None]:
+    """Return the function of a command, whose parameters are the fields of its class."""
+    hints = get_type_hints(kind, include_extras=True)
+
+    def run(**given: Any) -> None:
+        kind(**given).run()
+
+    shape = signature(kind)
+    parameters = [one.replace(annotation=hints[name]) for name, one in shape.parameters.items()]
+    run.__doc__ = kind.__doc__
+    run.__signature__ = shape.replace(parameters=sorted(parameters, key=_panel))  # type: ignore[attr-defined]  # for Typer
+    return run
+
+
+def _panel(parameter: Parameter) -> int:
+    """Return the place of a parameter's panel; the context is in none."""
+    described = get_args(parameter.annotation)[1:]
+    return _PANELS.index(described[0].rich_help_panel if described else None)
 
 
 def _default_steps(draft_tokens: int | None) -> int:
@@ -218,15 +267,13 @@ def check_backend(
     name: str,
     device: torch.device,
     *,
-    from_environment: bool,
+    argument: str = "--backend",
     deterministic: bool = False,
     kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Refuse a backend that is unknown, or cannot run on ``device`` as it is asked to."""
     from specattn.backends import available, backend_names, load_backend
-    from specattn.config import AttnConfig
 
-    argument = BACKEND_VARIABLE if from_environment else "--backend"
     names = backend_names()
     parts = name.split(",")
     if name != "auto":
@@ -270,28 +317,7 @@ def _check_offers(
         )
 
 
-def pick_cudagraph(name: str) -> CudagraphMode | None:
-    """Return how steps are recorded; None lets the engine choose."""
-    known: dict[str, CudagraphMode | None] = {
-        "auto": None,
-        "full": "full",
-        "piecewise": "piecewise",
-    }
-    if name not in known:
-        raise ArgumentError("--cudagraph", f"must be auto, full or piecewise, got {name!r}")
-    return known[name]
-
-
-def from_environment(ctx: typer.Context, name: str) -> bool:
-    """Return whether a parameter's value came from its environment variable."""
-    return _source(ctx, name) == "ENVIRONMENT"
-
-
-def is_given(ctx: typer.Context, name: str) -> bool:
-    """Return whether a parameter stands on the command line."""
-    return _source(ctx, name) == "COMMANDLINE"
-
-
-def _source(ctx: typer.Context, name: str) -> str:
-    source = ctx.get_parameter_source(name)
-    return "" if source is None else source.name
+def source(ctx: typer.Context, name: str) -> str:
+    """Return where a parameter's value comes from: COMMANDLINE, ENVIRONMENT or another place."""
+    found = ctx.get_parameter_source(name)
+    return "" if found is None else found.name

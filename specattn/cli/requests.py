@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specattn.cli.errors import ArgumentError, naming_options
-from specattn.engine.request import Request
-from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specattn.cli.loading import Models
+    from specattn.engine.request import Request
 
 BAD_WORDS, BIAS = "--bad-words", "--logit-bias"
-
-
-def sampling_params(logit_bias: Sequence[str], **fields: Any) -> SamplingParams:
-    """Return how tokens are drawn; each bias reads TOKEN=VALUE."""
-    with naming_options():
-        return SamplingParams(logit_bias=_biases(logit_bias), **fields)
-
-
-def request_of(sampling: SamplingParams, **fields: Any) -> Request:
-    """Return a request without a prompt."""
-    with naming_options():
-        return Request((), sampling=sampling, **fields)
-
-
-def check_drawn(params: SamplingParams, more: dict[str, bool]) -> None:
-    """Refuse options that greedy decoding would ignore, and ``more`` that are given."""
-    given = {"--top-k": params.top_k != 0, "--top-p": params.top_p != 1, "--min-p": params.min_p}
-    for name, is_given in (given | more).items():
-        if is_given and not params.temperature:
-            raise ArgumentError(
-                name, "needs --temperature above 0, got 0, which is greedy decoding"
-            )
 
 
 def not_empty(option: str, texts: Sequence[str] | None) -> tuple[str, ...]:
@@ -74,9 +51,10 @@ def requests_for(
     )
 
 
-def _biases(pairs: Sequence[str]) -> dict[int, float]:
+def biases(pairs: Sequence[str] | None) -> dict[int, float]:
+    """Return the biases of tokens, each of which reads TOKEN=VALUE."""
     found: dict[int, float] = {}
-    for pair in pairs:
+    for pair in pairs or ():
         token, _, value = pair.partition("=")
         try:
             index, bias = int(token), float(value)

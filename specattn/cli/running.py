@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specattn.cli.errors import ArgumentError, is_memory_error, naming_options
 from specattn.cli.loading import decode
@@ -16,12 +16,9 @@ from specattn.engine.engine import Engine
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import torch
-
     from specattn.cli.loading import Models
     from specattn.config import SpecConfig
     from specattn.engine.request import Request, RequestOutput
-    from specattn.speculative.step_setup import CudagraphMode
 
 # of each prompt: enough to compile every kernel
 _WARM_UP_TOKENS = 16
@@ -31,22 +28,18 @@ _WARM_UP_TOKENS = 16
 class Setup:
     """An engine's parts besides its speculative config.
 
-    ``requests`` may be none, to capture graphs alone. With ``warm_up``, `prepare` decodes a few
-    tokens, so that compiling kernels is not measured.
+    ``requests`` may be none, to capture graphs alone. ``options`` are keyword arguments of the
+    engine. With ``warm_up``, `prepare` decodes a few tokens, so that compiling kernels is not
+    measured.
     """
 
     models: Models
     requests: tuple[Request, ...]
     max_context_len: int
     batch_size: int
-    backend: str
-    graphs: bool
-    warm_up: bool
-    kv_dtype: torch.dtype | None = None
-    deterministic: bool = False
-    cudagraph: CudagraphMode | None = None
+    options: dict[str, Any]
+    warm_up: bool = False
     adaptive: bool = False
-    buckets: tuple[int, ...] | None = None
 
     def engine(self, config: SpecConfig) -> Engine:
         """Build the engine of a speculative config."""
@@ -58,12 +51,7 @@ class Setup:
                 self.models.target,
                 self.models.draft if config.num_steps else None,
                 config,
-                backend=self.backend,
-                graphs=self.graphs,
-                kv_dtype=self.kv_dtype,
-                deterministic=self.deterministic,
-                cudagraph=self.cudagraph,
-                buckets=self.buckets,
+                **self.options,
                 configs=smaller_configs(config)[1:] if self.adaptive else (),
                 detokenize=lambda ids: decode(self.models.tokenizer, ids),
             )
@@ -76,7 +64,11 @@ class Setup:
         except (MemoryError, RuntimeError) as error:
             if not is_memory_error(error):
                 raise
-            others = " or --buckets" if self.buckets else ", --batch-size or --max-new-tokens"
+            others = (
+                " or --buckets"
+                if "buckets" in self.options
+                else ", --batch-size or --max-new-tokens"
+            )
             raise ArgumentError(
                 "--max-context",
                 f"the KV pools do not fit into the device's memory; lower --max-context{others}",

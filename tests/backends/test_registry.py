@@ -228,13 +228,13 @@ def test_a_composite_or_class_is_chosen_as_it_is():
 
 
 def test_the_command_line_takes_hybrids(refusing):
-    check_backend("torch_native,torch_native", CPU, from_environment=False)
+    check_backend("torch_native,torch_native", CPU)
     for name in ("torch_native,fastest", "torch_native,auto", ",".join(["torch_native"] * 4)):
         with pytest.raises(ArgumentError, match=r"or prefill,decode\[,verify\] of them, got"):
-            check_backend(name, CPU, from_environment=False)
+            check_backend(name, CPU)
     refusing("triton", "no such luck")
     with pytest.raises(ArgumentError, match=r"cannot run on cpu: decode triton: no such luck"):
-        check_backend("torch_native,triton", CPU, from_environment=False)
+        check_backend("torch_native,triton", CPU)
 
 
 def test_the_page_has_what_is_declared():

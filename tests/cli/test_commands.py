@@ -25,7 +25,7 @@ def test_graphs_says_what_capturing_takes():
         ("step (sampled)", 1),
     ]
     assert 0 < found["seconds"] < found["seconds_with_buffers"]
-    table = run("graphs", *options, "--cudagraph", "piecewise").stdout
+    table = run("graphs", *options, "--cudagraph", "piecewise", "--tree", "best_first").stdout
     assert re.search(r"2 +target_verify +3 +\d+ ms +0.0 MiB +no +[0-9a-f]{12}", table)
     assert "no graphs were captured on cpu" in table
 

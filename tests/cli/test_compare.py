@@ -67,7 +67,7 @@ def test_a_difference_is_found_with_its_margin():
     models = loaded(None, None, speculative=True, dtype=torch.float32, device=torch.device("cpu"))
     prompts = [tokenizer()(text).input_ids for text in (PROMPT, OTHERS[0])]
     requests = tuple(Request(ids, max_new_tokens=12) for ids in prompts)
-    setup = Setup(models, requests, 128, 2, "torch_native", graphs=False, warm_up=False)
+    setup = Setup(models, requests, 128, 2, {"backend": "torch_native", "graphs": False})
     ours = [plain_tokens(PROMPT, 12), plain_tokens(OTHERS[0], 12)]
     changed = [*ours[1][:7], ours[1][7] + 1, *ours[1][8:]]
     outcome = Outcome((RequestOutput(ours[0]), RequestOutput(changed)), 1.0, ())
@@ -92,7 +92,9 @@ def test_a_warm_up_decodes_two_steps_of_a_full_batch_and_ends_its_requests(tree)
     """What is measured after it compiles nothing: prompts alone would leave steps to compile."""
     models = loaded(None, None, speculative=True, dtype=torch.float32, device=torch.device("cpu"))
     requests = (Request(list(range(5, 60)), 4), Request([7, 8, 9], 4), Request([3], 4))
-    setup = Setup(models, requests, 128, 2, "torch_native", graphs=False, warm_up=True)
+    setup = Setup(
+        models, requests, 128, 2, {"backend": "torch_native", "graphs": False}, warm_up=True
+    )
     config = SpecConfig(*tree, 128, 2)
     run = setup.engine(config)
     setup.prepare(run)
