@@ -37,7 +37,9 @@ class TextOutput:
         self._requests, self._prompts, self._live = requests, prompts, live
         self._eos = models.target.eos_token_ids
         detokenize = partial(decode, models.tokenizer)
-        self._streams = [TextStream(detokenize, r.prompt, r.stop) for r in requests]
+        self._streams = [
+            TextStream(detokenize, r.prompt, r.stop, r.min_new_tokens) for r in requests
+        ]
         self._counts = [0] * len(requests)
         self._ended = [False] * len(requests)
         # text that waits until the texts before it are written

@@ -119,6 +119,14 @@ def test_ends_wait_for_the_fewest_tokens():
     assert found["identical"] is True
 
 
+def test_a_stop_string_waits_for_the_fewest_tokens():
+    found = generated("--stop", "self.x", "--min-new-tokens", "12", PROMPT, count=40)
+    whole = decode(tokenizer(), found["tokens"])
+    assert found["finish_reason"] == "stop"
+    assert whole.count("self.x") == 2
+    assert found["text"] == whole[: whole.rindex("self.x")]
+
+
 @pytest.mark.parametrize("options", [["--topk", "4"], ["--steps", "0"], ["--temperature", "1"]])
 def test_logprobs_are_those_of_transformers(options):
     found = generated("--logprobs", "3", *options, PROMPT)
