@@ -11,6 +11,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from specattn.speculative.drafts import Draft
-    from specattn.speculative.lookup import LookupFirst, LookupProposer
     from specattn.speculative.model import TargetModel
 
 #: What ``--dtype`` may be.
@@ -76,22 +76,26 @@ def spelling(tokenizer: Any, token: int) -> str:
     return text
 
 
+def progress_bar(what: str, *first: ProgressColumn, hidden: bool = False) -> Progress:
+    """Return a bar for a terminal's standard error; it leaves nothing behind."""
+    return Progress(
+        *first,
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=stderr(),
+        transient=True,
+        disable=hidden or not stderr().is_terminal,
+    )
+
+
 @contextmanager
 def loading_bar() -> Iterator[None]:
     """Show on a terminal how many of the weights are loaded."""
     from transformers.utils import logging as transformers_logging
 
-    console = stderr()
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn("loading models"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    bar = progress_bar("loading models", SpinnerColumn())
     task = bar.add_task("loading models", total=None)
 
     def follow(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -130,10 +134,11 @@ def load_models(
     kind = kind if speculative else "none"
     _check_draft(target, draft, kind)
     with loading_bar():
-        from specattn.models import HFTarget, fuse
+        from specattn.models import HFTarget, fuse, load_dflash, load_draft, load_lm_draft
+        from specattn.speculative.lookup import LookupFirst, LookupProposer
 
         found = HFTarget.from_pretrained(
-            target or shipped("target"),
+            target or shipped("--target"),
             dtype=dtype,
             device=device,
             tp_plan="auto" if world_size() > 1 else None,
@@ -141,29 +146,17 @@ def load_models(
         if device.type == "cpu" and found.hidden_size < _SHARED_FROM:
             torch.set_num_threads(1)
         head: Any = None
-        if load := _loaders().get(kind):
-            head = load(draft or shipped_head(kind), found, dtype=dtype, device=device)
+        loaders = {"eagle3": load_draft, "dflash": load_dflash, "model": load_lm_draft}
+        if load := loaders.get(kind):
+            head = load(draft or shipped("--draft", kind), found, dtype=dtype, device=device)
             if kind != "model":
                 found = found.with_features(head.features)
         models: tuple[Any, Any] = fuse(found, head) if fused else (found, head)
-        if kind == "lookup" or lookup_first:
-            models = models[0], _from_text(models[1])
+        if kind == "lookup":
+            models = models[0], LookupProposer()
+        elif lookup_first:
+            models = models[0], LookupFirst(LookupProposer(), models[1])
         return Models(*models, found.tokenizer)
-
-
-def _from_text(behind: Any) -> LookupProposer | LookupFirst:
-    """Return what drafts from the text, in front of another draft if there is one."""
-    from specattn.speculative.lookup import LookupFirst, LookupProposer
-
-    lookup = LookupProposer()
-    return lookup if behind is None else LookupFirst(lookup, behind)
-
-
-def _loaders() -> dict[str, Callable[..., Any]]:
-    """Return what loads a draft, for each kind that is a model."""
-    from specattn.models import load_dflash, load_draft, load_lm_draft
-
-    return {"eagle3": load_draft, "dflash": load_dflash, "model": load_lm_draft}
 
 
 def _check_draft(target: str | None, draft: str | None, kind: str) -> None:
@@ -180,22 +173,13 @@ def _check_draft(target: str | None, draft: str | None, kind: str) -> None:
         raise ArgumentError("--draft", f"must not be given: {what} has no model")
 
 
-def shipped_head(kind: str) -> str:
-    """Return the folder of the shipped head of a kind, if any."""
-    from specattn.models.hub import PAIR_HEADS
+def shipped(option: str, kind: str = "") -> str:
+    """Return the folder of the shipped target or head; without it, ``option`` is needed."""
+    from specattn.models.hub import PAIR, PAIR_HEADS
 
-    return shipped(PAIR_HEADS[kind].name, "draft")
-
-
-def shipped(part: str, option: str = "") -> str:
-    """Return a folder of the shipped pair; without it, ``--option`` (or ``--part``) is needed."""
-    from specattn.models.hub import PAIR
-
-    folder = PAIR / part
+    folder = PAIR / (PAIR_HEADS[kind].name if kind else "target")
     if not (folder / "config.json").is_file():
-        raise ArgumentError(
-            f"--{option or part}", f"is needed: this installation has no model in {folder}"
-        )
+        raise ArgumentError(option, f"is needed: this installation has no model in {folder}")
     return str(folder)
 
 

@@ -10,11 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from specattn.cli.errors import stderr
-from specattn.cli.loading import decode
+from specattn.cli.loading import decode, progress_bar
 from specattn.engine.detokenizer import TextStream
 
 if TYPE_CHECKING:
@@ -132,16 +130,6 @@ def progress(
     what: str, requests: Sequence[Request], *, hidden: bool = False
 ) -> Iterator[Callable[[int, list[int]], None]]:
     """Show a bar of the tokens so far on a terminal."""
-    console = stderr()
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=hidden or not console.is_terminal,
-    )
-    with bar:
+    with progress_bar(what, hidden=hidden) as bar:
         task = bar.add_task(what, total=sum(request.max_new_tokens for request in requests))
         yield lambda _, tokens: bar.advance(task, len(tokens))
