@@ -64,20 +64,14 @@ def compare_plain(
     setup.prepare(engine)
     plain = run(engine, setup.requests, on_tokens)
     exact = all(request.sampling.temperature == 0 for request in setup.requests)
-    differences: list[Difference | None] = [None] * len(setup.requests)
-    if exact:
-        for index, request in enumerate(setup.requests):
-            ours, theirs = outcome.results[index].tokens, plain.results[index].tokens
-            at = _first_difference(ours, theirs)
-            if at is not None:
-                before = [*request.prompt, *theirs[:at]]
-                margin = top2_margin(engine, before) if at < len(theirs) else None
-                differences[index] = Difference(
-                    index, at, _item(ours, at), _item(theirs, at), margin
-                )
+    texts = enumerate(zip(setup.requests, outcome.results, plain.results, strict=True))
+    differences = tuple(
+        _first_difference(engine, at, request.prompt, ours.tokens, theirs.tokens) if exact else None
+        for at, (request, ours, theirs) in texts
+    )
     # a target of NaN may generate nothing
     speed_up = outcome.tokens_per_second / plain.tokens_per_second if plain.num_tokens else 0.0
-    return Comparison(plain, tuple(differences), speed_up, exact)
+    return Comparison(plain, differences, speed_up, exact)
 
 
 def top2_margin(engine: Engine, tokens: Sequence[int]) -> float:
@@ -93,10 +87,11 @@ def top2_margin(engine: Engine, tokens: Sequence[int]) -> float:
     return float(best - second)
 
 
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    pairs = enumerate(zip_longest(a, b))
-    return next((at for at, (x, y) in pairs if x != y), None)
-
-
-def _item(tokens: Sequence[int], at: int) -> int | None:
-    return tokens[at] if at < len(tokens) else None
+def _first_difference(
+    engine: Engine, index: int, prompt: Sequence[int], ours: list[int], theirs: list[int]
+) -> Difference | None:
+    for at, (token, plain_token) in enumerate(zip_longest(ours, theirs)):
+        if token != plain_token:
+            margin = None if plain_token is None else top2_margin(engine, [*prompt, *theirs[:at]])
+            return Difference(index, at, token, plain_token, margin)
+    return None

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specattn.cli.errors import ArgumentError, is_memory_error, naming_options
-from specattn.cli.loading import decode
 from specattn.engine.configs import smaller_configs
 from specattn.engine.engine import Engine
 
@@ -53,7 +52,7 @@ class Setup:
                 config,
                 **self.options,
                 configs=smaller_configs(config)[1:] if self.adaptive else (),
-                detokenize=lambda ids: decode(self.models.tokenizer, ids),
+                tokenizer=self.models.tokenizer,
             )
 
     @contextmanager
@@ -159,64 +158,50 @@ def run(
         for call in on_tokens:
             call(index, tokens)
 
-    forwards, totals = _forwards(engine), _totals(engine)
+    before = _counts(engine)
     begin = time.perf_counter()
     with naming_options():
         results = engine.generate(requests, tell)
     seconds = time.perf_counter() - begin
+    since = _counts(engine) - before
+    configs = engine.configs.all if engine.configs.adaptive else ()
     return Outcome(
         tuple(results),
         seconds,
-        _mode_reports(engine, forwards),
+        tuple(_mode_reports(engine, since)),
         _fused(engine),
-        _config_reports(engine, totals),
+        tuple(_config_report(config, since) for config in configs),
     )
 
 
-def _totals(engine: Engine) -> list[Counter[SpecConfig]]:
-    """Return steps, advanced requests and tokens so far, by config."""
-    configs = engine.configs
-    return [configs.used.copy(), configs.advanced.copy(), configs.gained.copy()]
-
-
-def _config_reports(engine: Engine, before: list[Counter[SpecConfig]]) -> tuple[ConfigReport, ...]:
-    if not engine.configs.adaptive:
-        return ()
-    now = _totals(engine)
-    steps, advanced, gained = (after - then for after, then in zip(now, before, strict=True))
-    return tuple(
-        ConfigReport(
-            config.num_steps,
-            config.topk,
-            config.num_draft_tokens,
-            steps[config],
-            gained[config] / max(advanced[config], 1),
-        )
-        for config in engine.configs.all
-    )
-
-
-def _forwards(engine: Engine) -> dict[str, Counter[str]]:
-    """Count the forwards so far, by mode and by how they ran."""
-    found: dict[str, Counter[str]] = {}
+def _counts(engine: Engine) -> Counter[tuple[object, str]]:
+    """Count steps by config, and forwards by mode, and by how they ran."""
+    configs, found = engine.configs, Counter[tuple[object, str]]()
+    for config in configs.all:
+        found[config, "steps"] = configs.used[config]
+        found[config, "advanced"] = configs.advanced[config]
+        found[config, "gained"] = configs.gained[config]
     for decoder in engine.decoders:
         stats = decoder.runner.stats
         for mode in decoder.modes:
-            counts = found.setdefault(mode.value, Counter())
             recorded = decoder.runner.recorded(mode)
-            counts["replayed" if recorded else "unrecorded"] += stats.replays[mode]
-            counts["fallbacks"] += stats.eager[mode]
+            found[mode.value, "replayed" if recorded else "unrecorded"] += stats.replays[mode]
+            found[mode.value, "fallbacks"] += stats.eager[mode]
     return found
 
 
-def _mode_reports(engine: Engine, before: dict[str, Counter[str]]) -> tuple[ModeReport, ...]:
-    reports = []
-    for mode, counts in _forwards(engine).items():
-        since = counts - before.get(mode, Counter())
+def _mode_reports(engine: Engine, counts: Counter[tuple[object, str]]) -> Iterator[ModeReport]:
+    modes = [mode.value for decoder in engine.decoders for mode in decoder.modes]
+    for mode in dict.fromkeys(modes):
         slot = engine.draft if mode.startswith("draft") and engine.draft else engine.target
-        served = [since[how] for how in ("replayed", "unrecorded", "fallbacks")]
-        reports.append(ModeReport(mode, slot.backend.name, *served))
-    return tuple(reports)
+        served = [counts[mode, how] for how in ("replayed", "unrecorded", "fallbacks")]
+        yield ModeReport(mode, slot.backend.name, *served)
+
+
+def _config_report(config: SpecConfig, counts: Counter[tuple[object, str]]) -> ConfigReport:
+    accepted = counts[config, "gained"] / max(counts[config, "advanced"], 1)
+    shape = config.num_steps, config.topk, config.num_draft_tokens
+    return ConfigReport(*shape, counts[config, "steps"], accepted)
 
 
 def _fused(engine: Engine) -> tuple[str, ...]:
