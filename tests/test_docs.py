@@ -21,7 +21,6 @@ import specattn
 from specattn import Engine, Request, SpecConfig, inspect
 from specattn.cli import graphs
 from specattn.cli.app import app
-from specattn.cuda_graph import GraphReport
 from specattn.engine.metrics import EngineMetrics
 from specattn.models import HFTarget
 from tests.test_inspect import TREE
@@ -174,8 +173,7 @@ def test_the_program_of_the_quick_start_runs(capsys):
 def test_the_sample_of_graphs_is_the_recorded_one(capsys):
     found = json.loads((ROOT / "bench" / "results" / "graphs_h200.json").read_text())
     (warm,) = [run for run in found["runs"] if run["cache"] == "warm"]
-    captures = [GraphReport(**one) for one in warm["captures"]]
-    graphs.show(captures, warm["seconds_with_buffers"], warm["device"])
+    graphs.show(warm)
     want = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     page = (ROOT / "docs" / "quick_start.md").read_text()
     command = found["command"].removesuffix(" --json")

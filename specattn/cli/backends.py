@@ -39,17 +39,18 @@ def backends(
     from specattn.cli.report import table
 
     columns = ("backend", "device", "runs here", "CUDA graphs", "why not")
-    shown = table(*columns, left=columns)
-    for row in rows:
-        shown.add_row(
+    shown = [
+        (
             row["backend"],
             row["device"],
             "yes" if row["available"] else "no",
             "yes" if row["graphs"] else "no",
             "; ".join(row["reasons"]),
         )
+        for row in rows
+    ]
     console = Console(highlight=False)
-    console.print(shown)
+    console.print(table(columns, shown, left=columns))
     for auto in autos:
         console.print(f"\nauto on {auto['device']}")
         for line in auto["takes"]:
@@ -78,21 +79,20 @@ def found() -> dict[str, list[str]]:
 
 
 def _row(name: str, device: torch.device) -> dict[str, Any]:
-    from specattn.backends import load_backend
+    from specattn.backends import available, load_backend
     from specattn.errors import UnsupportedError
 
     try:
-        backend = load_backend(name)
-        reasons = backend.reasons(None, device)
-        graphs = device.type == "cuda" and backend.capabilities.graphs
+        reasons = available(name, None, device)
     except UnsupportedError as error:
-        reasons, graphs = list(error.reasons), False
+        reasons = list(error.reasons)
+    graphs = not reasons and device.type == "cuda" and load_backend(name).capabilities.graphs
     return {
         "backend": name,
         "device": str(device),
         "available": not reasons,
         "reasons": reasons,
-        "graphs": graphs and not reasons,
+        "graphs": graphs,
     }
 
 

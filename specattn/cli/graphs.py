@@ -5,15 +5,10 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from specattn.cli.errors import ArgumentError
 from specattn.cli.options import RUNNING, EngineCommand, option
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specattn.cuda_graph import GraphReport
 
 _BUCKETS = "1,2,3,4,6,8,10,12,16,20,24,28,32,40,48,64"
 _SAMPLED = "Also capture steps of requests that draw."
@@ -51,10 +46,18 @@ class Graphs(EngineCommand):
         if self.sampled:
             decoder.capture(sampled=True)
         captures, seconds = decoder.report(), time.perf_counter() - began
+        found = {
+            "device": str(self.place),
+            "recorded": sum(one.recorded for one in captures),
+            "seconds": sum(one.seconds for one in captures),
+            "seconds_with_buffers": seconds,
+            "nbytes": sum(one.nbytes for one in captures),
+            "captures": [asdict(one) for one in captures],
+        }
         if self.as_json:
-            print(json.dumps(_object(captures, seconds, str(self.place))))
+            print(json.dumps(found))
         else:
-            show(captures, seconds, str(self.place))
+            show(found)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -68,42 +71,29 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _object(captures: Sequence[GraphReport], seconds: float, device: str) -> dict[str, Any]:
-    return {
-        "device": device,
-        "recorded": sum(one.recorded for one in captures),
-        "seconds": sum(one.seconds for one in captures),
-        "seconds_with_buffers": seconds,
-        "nbytes": sum(one.nbytes for one in captures),
-        "captures": [asdict(one) for one in captures],
-    }
-
-
-def show(captures: Sequence[GraphReport], seconds: float, device: str) -> None:
-    """Print a table of captures and their totals.
-
-    ``seconds`` is for all of them with KV pools and buffers.
-    """
+def show(found: dict[str, Any]) -> None:
+    """Print a table of captures, as JSON has them, and their totals."""
     from rich.console import Console
 
     from specattn.cli.report import table
 
     columns = ("order", "part", "bucket", "time", "memory", "graph", "fingerprint")
-    shown = table(*columns, left=("part", "graph", "fingerprint"))
-    for one in captures:
-        shown.add_row(
-            str(one.order),
-            one.part,
-            str(one.bucket),
-            f"{1000 * one.seconds:.0f} ms",
-            f"{one.nbytes / _MIB:.1f} MiB",
-            "yes" if one.recorded else "no",
-            one.digest,
+    rows = (
+        (
+            one["order"],
+            one["part"],
+            one["bucket"],
+            f"{1000 * one['seconds']:.0f} ms",
+            f"{one['nbytes'] / _MIB:.1f} MiB",
+            "yes" if one["recorded"] else "no",
+            one["digest"],
         )
+        for one in found["captures"]
+    )
     console = Console(highlight=False)
-    console.print(shown)
+    console.print(table(columns, rows, left=("part", "graph", "fingerprint")))
     console.print()
-    console.print(_totals(_object(captures, seconds, device)), soft_wrap=True)
+    console.print(_totals(found), soft_wrap=True)
 
 
 def _totals(found: dict[str, Any]) -> str:

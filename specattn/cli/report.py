@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from rich.console import Console
 
@@ -150,66 +150,62 @@ def _numbers(result: RequestOutput) -> dict[str, Any]:
 
 def _requests(outcome: Outcome, prompts: Prompts) -> Table:
     columns = ("prompt", "tokens", "steps", "accepted/step", "tokens/s", "first token", "end")
-    shown = table(*columns, left=("prompt", "end"))
+    rows: list[Sequence[object]] = []
     if len(outcome.results) <= _MOST_ROWS:
         for index, result in enumerate(outcome.results):
             n = _numbers(result)
-            shown.add_row(
-                prompts.label(index),
-                str(n["num_tokens"]),
-                str(n["steps"]),
-                f"{n['accepted_per_step']:.2f}",
-                f"{n['tokens_per_second']:.1f}",
-                f"{1000 * n['time_to_first_token']:.0f} ms",
-                n["finish_reason"],
+            rows.append(
+                (
+                    prompts.label(index),
+                    n["num_tokens"],
+                    n["steps"],
+                    n["accepted_per_step"],
+                    f"{n['tokens_per_second']:.1f}",
+                    f"{1000 * n['time_to_first_token']:.0f} ms",
+                    n["finish_reason"],
+                )
             )
     if len(outcome.results) > 1:
         steps = sum(result.steps for result in outcome.results)
         gained = sum(sum(result.accept_lens) for result in outcome.results)
-        shown.add_row(
-            f"all {len(outcome.results)}",
-            str(outcome.num_tokens),
-            str(steps),
-            f"{gained / steps if steps else 0:.2f}",
-            f"{outcome.tokens_per_second:.1f}",
-            "",
-            "",
-        )
-    return shown
+        counts = outcome.num_tokens, steps, gained / max(steps, 1)
+        speed = f"{outcome.tokens_per_second:.1f}"
+        rows.append((f"all {len(outcome.results)}", *counts, speed, "", ""))
+    return table(columns, rows, left=("prompt", "end"))
 
 
 def _logprobs(outcome: Outcome, prompts: Prompts, spell: Callable[[int], str]) -> list[Any]:
     """Return a table of the first tokens, and a line that counts the others."""
-    shown = table("prompt", "token", "logprob", "top", left=("prompt", "token", "top"))
+    rows: list[Sequence[object]] = []
     for index, result in enumerate(outcome.results):
         for token, found in zip(result.tokens, result.logprobs, strict=True):
-            if shown.row_count < _MOST_ROWS:
+            if len(rows) < _MOST_ROWS:
                 best = (f"{spell(one)!r} {x:.2f}" for one, x in found.alternatives.items())
-                row = repr(spell(token)), f"{found.value:.2f}", "  ".join(best)
-                shown.add_row(*map(Text, (prompts.label(index), *row)))
-    rest = outcome.num_tokens - shown.row_count
+                rows.append(
+                    (prompts.label(index), repr(spell(token)), found.value, "  ".join(best))
+                )
+    columns, left = ("prompt", "token", "logprob", "top"), ("prompt", "token", "top")
+    shown, rest = table(columns, rows, left=left), outcome.num_tokens - len(rows)
     return [shown, f"and {rest} more, which --json has"] if rest else [shown]
 
 
 def _modes(modes: Sequence[ModeReport]) -> Table:
     columns = ("mode", "backend", "graphs replayed", "not recorded", "eager fallbacks")
-    shown = table(*columns, left=("mode", "backend"))
-    for mode in modes:
-        shown.add_row(*map(str, asdict(mode).values()))
-    return shown
+    return table(columns, map(astuple, modes), left=("mode", "backend"))
 
 
 def _configs(configs: Sequence[ConfigReport]) -> Table:
-    shown = table("depth", "topk", "nodes", "steps", "accepted/step", left=("depth",))
-    for one in configs:
-        *counts, accepted = asdict(one).values()
-        shown.add_row(*map(str, counts), f"{accepted:.2f}")
-    return shown
+    columns = ("depth", "topk", "nodes", "steps", "accepted/step")
+    return table(columns, map(astuple, configs), left=("depth",))
 
 
-def table(*columns: str, left: Collection[str]) -> Table:
-    """Return an empty table, of whose columns some are aligned to the left."""
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: Collection[str]
+) -> Table:
+    """Return a table, of whose columns some are aligned to the left; floats have two digits."""
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
         made.add_column(name, justify="left" if name in left else "right")
+    for row in rows:
+        made.add_row(*(Text(f"{one:.2f}" if isinstance(one, float) else str(one)) for one in row))
     return made
