@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specattn.cli.errors import ArgumentError
+from specattn.cli.errors import ArgumentError, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,23 +45,19 @@ def read_pattern(schema: str | None, regex: str | None, *, ignore_eos: bool) -> 
 
     A schema is a file, or the JSON object itself.
     """
-    if schema is not None and regex is not None:
-        raise ArgumentError(REGEX, f"cannot be combined with {SCHEMA}")
-    if schema is not None:
-        found = Pattern(SCHEMA, _read_schema(schema))
-    elif regex:
-        found = Pattern(REGEX, regex)
-    elif regex is None:
+    option = REGEX if schema is None else SCHEMA
+    refuse(
+        (None not in (schema, regex), REGEX, f"cannot be combined with {SCHEMA}"),
+        (regex == "", REGEX, "must not be empty"),
+    )
+    given = regex if schema is None else _read_schema(schema)
+    if given is None:
         return None
-    else:
-        raise ArgumentError(REGEX, "must not be empty")
-    if ignore_eos:
-        raise ArgumentError(
-            found.option, "cannot be combined with --ignore-eos: what matches has an end"
-        )
-    if find_spec("xgrammar") is None:
-        raise ArgumentError(found.option, "needs xgrammar (pip install 'specattn[grammar]')")
-    return found
+    refuse(
+        (ignore_eos, option, "cannot be combined with --ignore-eos: what matches has an end"),
+        (find_spec("xgrammar") is None, option, "needs xgrammar (pip install 'specattn[grammar]')"),
+    )
+    return Pattern(option, given)
 
 
 def _read_schema(given: str) -> dict[str, Any]:

@@ -272,49 +272,32 @@ def check_backend(
     kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Refuse a backend that is unknown, or cannot run on ``device`` as it is asked to."""
-    from specattn.backends import available, backend_names, load_backend
+    from specattn.backends import AUTO, available, backend_names, load_backend
 
-    names = backend_names()
-    parts = name.split(",")
-    if name != "auto":
-        if len(parts) > 3 or any(part not in names for part in parts):
-            raise ArgumentError(
-                argument,
-                f"must be one of {', '.join(('auto', *names))}, or "
-                f"prefill,decode[,verify] of them, got {name!r}",
-            )
-        reasons = available(name, None, device)
-        if reasons:
-            raise ArgumentError(argument, f"{name} cannot run on {device}: {'; '.join(reasons)}")
-    _check_offers(name, device, argument, deterministic=deterministic, kv_dtype=kv_dtype)
+    names, parts, candidates = backend_names(), name.split(","), [name]
+    if name == "auto":
+        candidates = list(AUTO.get(device.type, AUTO["cpu"]))
+    elif len(parts) > 3 or any(part not in names for part in parts):
+        raise ArgumentError(
+            argument,
+            f"must be one of {', '.join(('auto', *names))}, or "
+            f"prefill,decode[,verify] of them, got {name!r}",
+        )
+    elif reasons := available(name, None, device):
+        raise ArgumentError(argument, f"{name} cannot run on {device}: {'; '.join(reasons)}")
+    offers = [load_backend(one).capabilities for one in candidates]
+    bits = any(one.deterministic for one in offers)
+    stores = any(kv_dtype in one.kv_dtypes for one in offers)
+    who = f"{argument} {name}" + (f" ({', '.join(candidates)})" if name == "auto" else "")
+    no_mode = f"{who} has no such mode on {device}, and --backend triton has one"
+    no_dtype = f"must be auto with {who}, which stores keys and values as the model computes them"
+    refuse(
+        (deterministic and not bits, "--deterministic", no_mode),
+        (kv_dtype is not None and not stores, "--kv-cache-dtype", no_dtype),
+    )
     if name != "auto":
         # Triton's interpreter must be switched on before anything imports Triton, and models do
         load_backend(name)(AttnConfig(1, 1, 16), device)
-
-
-def _check_offers(
-    name: str,
-    device: torch.device,
-    argument: str,
-    *,
-    deterministic: bool,
-    kv_dtype: torch.dtype | None,
-) -> None:
-    """Refuse what a backend, or none that ``auto`` may take, declares."""
-    from specattn.backends import AUTO, load_backend
-
-    candidates = AUTO.get(device.type, AUTO["cpu"]) if name == "auto" else (name,)
-    offers = [load_backend(one).capabilities for one in candidates]
-    who = f"{argument} {name}" + (f" ({', '.join(candidates)})" if name == "auto" else "")
-    if deterministic and not any(one.deterministic for one in offers):
-        raise ArgumentError(
-            "--deterministic", f"{who} has no such mode on {device}, and --backend triton has one"
-        )
-    if kv_dtype and not any(kv_dtype in one.kv_dtypes for one in offers):
-        raise ArgumentError(
-            "--kv-cache-dtype",
-            f"must be auto with {who}, which stores keys and values as the model computes them",
-        )
 
 
 def source(ctx: typer.Context, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +54,7 @@ class Prompts:
         """
         if self.chat and not tokenizer.chat_template:
             raise ArgumentError(CHAT, "the target's tokenizer has no chat template")
-        encode = self._as_chat if self.chat else _as_text
-        encoded = [encode(tokenizer, text) for text in self.texts]
+        encoded = [self._ids(tokenizer, text) for text in self.texts]
         for index, ids in enumerate(encoded):
             if not ids:
                 raise self.blame(index, "has no tokens")
@@ -68,8 +68,10 @@ class Prompts:
                 )
         return encoded
 
-    def _as_chat(self, tokenizer: Any, text: str) -> list[int]:
-        """Return the token ids of a chat up to where the answer begins."""
+    def _ids(self, tokenizer: Any, text: str) -> list[int]:
+        """Return the token ids of a text, or of a chat up to where the answer begins."""
+        if not self.chat:
+            return list(tokenizer(text).input_ids)
         messages = [{"role": "user", "content": text}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
@@ -110,12 +112,10 @@ def read_prompts(
         if not chat:
             raise ArgumentError(SYSTEM, "needs --chat: a text to continue has no system message")
         system = _argument(SYSTEM, system)
-    if file is not None:
-        if prompt is not None:
-            raise ArgumentError(PROMPTS, "cannot be combined with a prompt argument")
-        found = Prompts(tuple(_read_many(file)), True, chat, system, samples)
-    else:
-        found = Prompts((_read_one(prompt),), False, chat, system, samples)
+    if file is not None and prompt is not None:
+        raise ArgumentError(PROMPTS, "cannot be combined with a prompt argument")
+    texts = [_read_one(prompt)] if file is None else _read_many(file)
+    found = Prompts(tuple(texts), file is not None, chat, system, samples)
     for index, text in enumerate(found.texts):
         if not text:
             raise found.blame(index, "is empty")
@@ -123,11 +123,6 @@ def read_prompts(
         if lone := next((sign for sign in text if "\ud800" <= sign <= "\udfff"), ""):
             raise found.blame(index, f"is no text: it has half of a character, {lone!a}")
     return found
-
-
-def _as_text(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a text to continue."""
-    return list(tokenizer(text).input_ids)
 
 
 def _read_one(prompt: str | None) -> str:
@@ -179,12 +174,11 @@ def _read_stdin(argument: str) -> bytes:
 
 def _list_or_lines(text: str) -> list[str]:
     """Return the prompts of a JSON list or of lines."""
-    try:
-        listed = _json_list(text, "")
-    except ArgumentError:
-        listed = []
+    with suppress(ArgumentError):
+        if listed := _json_list(text, ""):
+            return listed
     lines = text.rstrip("\r\n").split("\n")
-    return listed or ([line.removesuffix("\r") for line in lines] if lines != [""] else [])
+    return [line.removesuffix("\r") for line in lines] if lines != [""] else []
 
 
 def _json_list(text: str, name: str) -> list[str]:
