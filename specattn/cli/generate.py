@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specattn.cli.errors import ArgumentError, refuse, stderr
+from specattn.cli.errors import refuse, stderr
 from specattn.cli.grammar import read_pattern
 from specattn.cli.loading import spelling
 from specattn.cli.options import (
@@ -30,7 +30,6 @@ from specattn.engine.request import Request
 from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from specattn.cli.loading import Models
     from specattn.cli.prompts import Prompts
     from specattn.cli.report import Report
     from specattn.cli.running import Setup
@@ -112,7 +111,10 @@ class Generate(EngineCommand):
         pattern = read_pattern(self.json_schema, self.regex, ignore_eos=self.ignore_eos)
         options, models = self.engine_options, self.load_for(config)
         config = config.reserving(draft_of(models.draft).draft_len(config))
-        limit = self._context_limit(models, config)
+        most, asked = models.target.max_context_len, self.max_context or 0
+        beyond = f"must be at most {most}, the target's, got {asked}"
+        refuse((asked > most, "--max-context", beyond))
+        limit = asked or most
         request = forbid(request, words, models)
         if pattern is not None:
             request = replace(request, grammar=pattern.compile(models))
@@ -121,7 +123,7 @@ class Generate(EngineCommand):
         setup = Setup(
             models,
             requests_for(prompt_ids, request, samples=self.n),
-            max_context_len=self.max_context or min(limit, needed),
+            max_context_len=asked or min(limit, needed),
             batch_size=min(self.batch_size, len(prompt_ids) * self.n),
             options=options | {"graphs": not self.no_graphs},
             # compiling must not be measured; in Triton's interpreter there is nothing to compile
@@ -159,21 +161,6 @@ class Generate(EngineCommand):
             stop=not_empty("--stop", self.stop),
             stop_token_ids=self.stop_token_id or (),
         )
-
-    def _context_limit(self, models: Models, config: SpecConfig) -> int:
-        """Return the longest context, within what the models can do."""
-        most, asked = models.target.max_context_len, self.max_context
-        if asked is not None and asked > most:
-            raise ArgumentError(
-                "--max-context", f"must be at most {most}, the target's, got {asked}"
-            )
-        # text alone has no vocabulary of its own
-        size = models.draft_vocab_size
-        if 0 < size < config.topk:
-            raise ArgumentError(
-                "--topk", f"must be at most {size}, the draft's vocabulary, got {config.topk}"
-            )
-        return asked or most
 
     def _decode(self, setup: Setup, config: SpecConfig, prompts: Prompts) -> Report:
         """Run the requests, and once more without speculation if asked to."""

@@ -53,14 +53,6 @@ class Models:
     draft: Draft | None
     tokenizer: Any
 
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the draft knows; 0 without one, and of text alone."""
-        from specattn.speculative.lookup import LookupFirst
-
-        model: Any = self.draft.draft if isinstance(self.draft, LookupFirst) else self.draft
-        return 0 if model is None else int(model.vocab_size)
-
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Return the text of tokens without special tokens."""

@@ -50,7 +50,7 @@ class DFlashProposer(ModelProposer):
         return self.model.block.size if config.num_steps else 0
 
     def check(self, config: SpecConfig) -> None:
-        """Refuse trees that are deeper than a block."""
+        """Refuse trees that are deeper than a block, or too wide."""
         block = self.model.block
         most = block.size - block.first_draft
         if config.num_steps > most:
@@ -58,11 +58,7 @@ class DFlashProposer(ModelProposer):
                 f"num_steps must be at most {most}, the tokens that a block of {block.size} "
                 f"drafts, got {config.num_steps}"
             )
-        if config.proposals > self.vocab_size:
-            raise ValueError(
-                f"topk and ranks must be at most {self.vocab_size}, the draft's vocabulary, "
-                f"got {config.proposals}"
-            )
+        super().check(config)
 
     def bind(self, step: StepViews) -> BoundDFlash:
         """Return the block forward of so many requests."""

@@ -205,6 +205,15 @@ class ModelProposer(Proposer):
         self.feature_size, self.vocab_size = self.model.feature_size, self.model.vocab_size
         self.dtype = self.model.layers[0].dtype
 
+    def check(self, config: SpecConfig) -> None:
+        """Refuse trees that are wider than the draft's vocabulary."""
+        if config.proposals > self.vocab_size:
+            width = "ranks" if config.tree == "best_first" else "topk"
+            raise ValueError(
+                f"{width} must be at most {self.vocab_size}, the draft's vocabulary, "
+                f"got {config.proposals}"
+            )
+
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map draft token ids, int64 of any shape, to target token ids."""
         mapped: Tensor = self.model.to_target(token_ids)

@@ -133,8 +133,11 @@ def test_lookup_goes_before_a_block(name):
 def test_what_a_block_cannot_give_is_refused():
     with pytest.raises(ValueError, match="num_steps must be at most 5, the tokens that a block"):
         engine(SpecConfig(6, 1, 7, CONTEXT, 5))
-    with pytest.raises(ValueError, match=r"ranks must be at most 61, the draft's vocabulary"):
-        engine(SpecConfig(3, 1, 7, CONTEXT, 5, tree="best_first", ranks=62))
+    for wide in (None, TinyDraft(device=DEVICE)):
+        with pytest.raises(ValueError, match=r"ranks must be at most 61, the draft's vocabulary"):
+            engine(SpecConfig(3, 1, 7, CONTEXT, 5, tree="best_first", ranks=62), wide)
+    with pytest.raises(ValueError, match=r"topk must be at most 61, the draft's vocabulary"):
+        engine(SpecConfig(1, 62, 63, CONTEXT, 5), TinyDraft(device=DEVICE))
     with pytest.raises(ValueError, match="tree='best_first' needs topk 1, got 2"):
         SpecConfig(3, 2, 7, tree="best_first")
     with pytest.raises(ValueError, match="draft_sampling must be False"):
