@@ -61,6 +61,15 @@ def run(*args: str, stdin: str | bytes | None = None, env: dict | None = None):
         return RUNNER.invoke(app, args, input=stdin, env=env)
 
 
+def refused(*args: str, **rest) -> str:
+    """The line, and all there is, that tells of a mistake."""
+    result = run(*args, **rest)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("specattn: error: ")
+    return line.removeprefix("specattn: error: ")
+
+
 def generate(*args: str, count: int = 24, **rest):
     result = run("generate", *ON_CPU, "--max-new-tokens", str(count), *args, **rest)
     assert result.exit_code == 0, result.output

@@ -17,7 +17,7 @@ from tests.cli.command import (
     generated,
     loaded,
     plain_tokens,
-    run,
+    refused,
     tokenizer,
 )
 
@@ -61,18 +61,15 @@ def test_without_chat_the_template_is_not_used(template):
 
 
 def test_a_template_that_refuses_a_message(template):
-    result = run("generate", *ON_CPU, "--chat", "--system", "no", "p")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == (
-        "specattn: error: --system: the target's chat template fails: no system\n"
-    )
+    line = "--system: the target's chat template fails: no system"
+    assert refused("generate", *ON_CPU, "--chat", "--system", "no", "p") == line
 
 
 def test_a_long_chat_is_refused(template):
     used = len(tokenizer()(f"# user: {PROMPT}\n# answer:").input_ids)
-    result = run("generate", *ON_CPU, "--chat", "--max-context", str(used - 1), PROMPT)
-    assert result.exit_code == 2
-    assert f"PROMPT: the prompt has {used} tokens, the context holds {used - 1}" in result.stderr
+    line = f"PROMPT: the prompt has {used} tokens, the context holds {used - 1}"
+    options = "--chat", "--max-context", str(used - 1)
+    assert refused("generate", *ON_CPU, *options, PROMPT) == line
 
 
 def test_the_text_is_the_answer_alone(template):

@@ -9,13 +9,11 @@ import pytest
 
 from specattn.cli.loading import decode
 from tests.cli.command import (
-    ON_CPU,
     OTHERS,
     PROMPT,
     generate,
     generated,
     plain_tokens,
-    run,
     tokenizer,
 )
 
@@ -210,23 +208,3 @@ def test_every_kind_of_draft_has_the_tokens_of_plain_decoding(options):
     drafts = options[-1] != "none"
     # the first token is the prompt's
     assert (found["steps"] < 39) == drafts
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--draft-kind", "medusa"), "--draft-kind: must be eagle3, dflash, model, lookup or none"),
-        (("--draft-kind", "none", "--steps", "2"), "--steps: must be 0 with --draft-kind none"),
-        (("--draft-kind", "lookup", "--draft", "x"), "--draft: must not be given"),
-        (("--tree", "widest"), "--tree: must be beam or best_first"),
-        (("--ranks", "4"), "--ranks: needs --tree best_first"),
-        (
-            ("--draft-sampling", "--temperature", "1", "--draft-kind", "lookup"),
-            "--draft-sampling: needs drafts with probabilities",
-        ),
-    ],
-)
-def test_kinds_and_trees_are_refused_by_name(options, said):
-    result = run("generate", *ON_CPU, PROMPT, *options)
-    assert result.exit_code == 2
-    assert said in result.stderr
