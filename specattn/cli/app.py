@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from specattn.cli.backends import backends
+from specattn.cli.backends import backends, found
 from specattn.cli.bench import bench
 from specattn.cli.errors import exit_codes, logging_to_stderr
 from specattn.cli.generate import Generate
@@ -57,23 +57,18 @@ app.command("bench")(bench)
 
 
 def _print_versions(wanted: bool) -> None:
-    if wanted:
-        print("\n".join(_versions()))
-        raise typer.Exit
-
-
-def _versions() -> list[str]:
-    """Return the versions of what is installed, and the backends that run here."""
+    """Print the versions of what is installed, and the backends that run here; end."""
+    if not wanted:
+        return
     from specattn import __version__
-    from specattn.cli.backends import found
 
-    lines = [f"specattn {__version__}"]
+    print(f"specattn {__version__}")
     for name in ("torch", "triton", "transformers"):
         with suppress(PackageNotFoundError):
-            lines.append(f"{name} {version(name)}")
-    return lines + [
-        f"backends on {device}: {', '.join(names)}" for device, names in found().items()
-    ]
+            print(f"{name} {version(name)}")
+    for device, names in found().items():
+        print(f"backends on {device}: {', '.join(names)}")
+    raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _SUITE = "specattn._bench"
 _ROOT = Path(__file__).parents[2]
 _COMMAND = (sys.executable, "-m", "specattn")
-
+_log = partial(print, flush=True)
 
 # what does not time anything reads few of the options
 _READ_BY = {"report": ("out",), "listing": ("full", "part", "only")}
@@ -106,10 +107,6 @@ def _check_read(ctx: typer.Context) -> None:
             )
     if "full" in given and "part" in given:
         raise ArgumentError("--part", "cannot be combined with --full, which has all parts")
-
-
-def _log(line: str) -> None:
-    print(line, flush=True)
 
 
 def _suite(name: str) -> ModuleType:

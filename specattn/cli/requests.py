@@ -28,10 +28,10 @@ def forbid(request: Request, words: Sequence[str], models: Models) -> Request:
 
     A word is spelled in two ways, as at a text's beginning and after a space.
     """
-    spellings = [spelling for word in words for spelling in (word, f" {word}")]
     listed = [
         tuple(models.tokenizer(spelling, add_special_tokens=False).input_ids)
-        for spelling in spellings
+        for word in words
+        for spelling in (word, f" {word}")
     ]
     with naming_options():
         sampling = replace(request.sampling, bad_words=tuple(dict.fromkeys(listed)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,24 +41,9 @@ class Setup:
 
     def engine(self, config: SpecConfig) -> Engine:
         """Build the engine of a speculative config."""
-        with naming_options(), self._naming_memory():
-            config = replace(
-                config, max_context_len=self.max_context_len, max_num_reqs=self.batch_size
-            )
-            return Engine(
-                self.models.target,
-                self.models.draft if config.num_steps else None,
-                config,
-                **self.options,
-                configs=smaller_configs(config)[1:] if self.adaptive else (),
-                tokenizer=self.models.tokenizer,
-            )
-
-    @contextmanager
-    def _naming_memory(self) -> Iterator[None]:
-        """Name the options that lower the memory of the KV pools."""
         try:
-            yield
+            with naming_options():
+                return self._engine(config)
         except (MemoryError, RuntimeError) as error:
             if not is_memory_error(error):
                 raise
@@ -72,6 +56,17 @@ class Setup:
                 "--max-context",
                 f"the KV pools do not fit into the device's memory; lower --max-context{others}",
             ) from error
+
+    def _engine(self, config: SpecConfig) -> Engine:
+        config = replace(config, max_context_len=self.max_context_len, max_num_reqs=self.batch_size)
+        return Engine(
+            self.models.target,
+            self.models.draft if config.num_steps else None,
+            config,
+            **self.options,
+            configs=smaller_configs(config)[1:] if self.adaptive else (),
+            tokenizer=self.models.tokenizer,
+        )
 
     def prepare(self, engine: Engine) -> None:
         """Decode a few tokens of a full batch to compile all kernels."""
@@ -209,10 +204,7 @@ def _fused(engine: Engine) -> tuple[str, ...]:
     from specattn.models import LMDraft
     from specattn.models.fused.block import FusedModel
 
-    slots = {"target": engine.target, "draft": engine.draft}
-    models = {name: slot.model for name, slot in slots.items() if slot}
-    return tuple(
-        name
-        for name, model in models.items()
-        if isinstance(model.model if isinstance(model, LMDraft) else model, FusedModel)
-    )
+    draft: Any = engine.draft.model if engine.draft else None
+    whole = draft.model if isinstance(draft, LMDraft) else draft
+    models = {"target": engine.target.model, "draft": whole}
+    return tuple(name for name, one in models.items() if isinstance(one, FusedModel))

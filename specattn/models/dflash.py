@@ -8,7 +8,6 @@ arXiv:2602.06036). `specattn.models.load_dflash` builds the heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
