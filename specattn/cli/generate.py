@@ -25,7 +25,7 @@ from specattn.cli.options import (
     source,
 )
 from specattn.cli.prompts import read_prompts
-from specattn.cli.requests import BAD_WORDS, biases, forbid, not_empty, requests_for
+from specattn.cli.requests import biases, forbid, requests_for
 from specattn.engine.request import Request
 from specattn.speculative.sampling import SamplingParams
 
@@ -107,7 +107,6 @@ class Generate(EngineCommand):
             self.prompt, self.prompts, chat=self.chat, system=self.system, samples=self.n
         )
         config, request = self.config(adaptive=self.adaptive), self._request()
-        words = not_empty(BAD_WORDS, self.bad_words)
         pattern = read_pattern(self.json_schema, self.regex, ignore_eos=self.ignore_eos)
         options, models = self.engine_options, self.load_for(config)
         config = config.reserving(draft_of(models.draft).draft_len(config))
@@ -115,7 +114,7 @@ class Generate(EngineCommand):
         beyond = f"must be at most {most}, the target's, got {asked}"
         refuse((asked > most, "--max-context", beyond))
         limit = asked or most
-        request = forbid(request, words, models)
+        request = forbid(request, self.bad_words or (), models)
         if pattern is not None:
             request = replace(request, grammar=pattern.compile(models))
         prompt_ids = found.encode(models.tokenizer, models.target.vocab_size, limit)
@@ -153,14 +152,13 @@ class Generate(EngineCommand):
             greedy = "needs --temperature above 0, got 0, which is greedy decoding"
             refuse(*((given, name, greedy) for name, given in drawn.items()))
         most = f"must be at most --batch-size, {self.batch_size}, got {self.n}"
-        refuse((self.n > self.batch_size, "--n", most))
-        return self.make(
-            Request,
-            prompt=(),
-            sampling=sampling,
-            stop=not_empty("--stop", self.stop),
-            stop_token_ids=self.stop_token_id or (),
+        refuse(
+            (self.n > self.batch_size, "--n", most),
+            ("" in (self.stop or ()), "--stop", "must not be empty"),
+            ("" in (self.bad_words or ()), "--bad-words", "must not be empty"),
         )
+        ends = self.stop_token_id or ()
+        return self.make(Request, prompt=(), sampling=sampling, stop_token_ids=ends)
 
     def _decode(self, setup: Setup, config: SpecConfig, prompts: Prompts) -> Report:
         """Run the requests, and once more without speculation if asked to."""

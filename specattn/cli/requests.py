@@ -13,14 +13,7 @@ if TYPE_CHECKING:
     from specattn.cli.loading import Models
     from specattn.engine.request import Request
 
-BAD_WORDS, BIAS = "--bad-words", "--logit-bias"
-
-
-def not_empty(option: str, texts: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the texts of an option that may be repeated."""
-    if texts and "" in texts:
-        raise ArgumentError(option, "must not be empty")
-    return tuple(texts or ())
+BIAS = "--logit-bias"
 
 
 def forbid(request: Request, words: Sequence[str], models: Models) -> Request:
