@@ -7,24 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specattn.cli.errors import ArgumentError
-
 if TYPE_CHECKING:
     import torch
 
 
 def backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the tables of docs/backends.md.")
-    ] = False,
 ) -> None:
     """List the attention backends, whether each can run here, and why not."""
-    if as_json and markdown:
-        raise ArgumentError("--markdown", "cannot be combined with --json")
-    if markdown:
-        print(capability_table())
-        return
     from specattn.backends import backend_names
 
     rows = [_row(name, device) for device in _devices() for name in backend_names()]
@@ -94,39 +84,6 @@ def _row(name: str, device: torch.device) -> dict[str, Any]:
         "reasons": reasons,
         "graphs": graphs,
     }
-
-
-def capability_table() -> str:
-    """Return a Markdown table of what every backend can do."""
-    from specattn.backends import backend_names, load_backend
-
-    columns = {
-        "CUDA graphs": "graphs",
-        "trees": "trees",
-        "index lists": "lists",
-        "prompts": "extend",
-        "window": "window",
-        "cap": "cap",
-        "lse": "lse",
-        "deterministic": "deterministic",
-        "sinks": "sinks",
-    }
-    lines = [
-        f"| backend | plans on | {' | '.join(columns)} | pages of | dtypes | also stored as |",
-        "|---" * (len(columns) + 5) + "|",
-    ]
-    for name in backend_names():
-        found = load_backend(name).capabilities
-        marks = ["yes" if getattr(found, item) else "no" for item in columns.values()]
-        dtypes, stored = (
-            ", ".join(str(dtype).removeprefix("torch.") for dtype in listed)
-            for listed in (found.dtypes, found.kv_dtypes)
-        )
-        plans = "host" if found.host_plan else "device"
-        pages = "any size" if found.page_size == 1 else f"{found.page_size} n"
-        marks += [pages, dtypes, stored]
-        lines.append(f"| `{name}` | {plans} | {' | '.join(marks)} |")
-    return "\n".join(lines)
 
 
 def _devices() -> list[torch.device]:

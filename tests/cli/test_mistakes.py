@@ -393,10 +393,6 @@ OTHER_COMMANDS = {
         ["graphs", "--draft-sampling", "--steps", "0"],
         "--draft-sampling: needs --steps of at least 1, got plain decoding, which has no drafts",
     ),
-    "formats_of_backends": (
-        ["backends", "--json", "--markdown"],
-        "--markdown: cannot be combined with --json",
-    ),
     "folder_of_a_list": (
         ["bench", "--list", "--out", "/proc/nope"],
         "--out: cannot be combined with --list, which times nothing",
