@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specattn.cli.errors import ArgumentError
+from specattn.cli.errors import ArgumentError, refuse
 from specattn.cli.options import source
 
 if TYPE_CHECKING:
@@ -66,9 +66,13 @@ def bench(
     chosen = _chosen(full, part or [], only)
     folder = out or _results()
     if report:
-        results, docs = _to_report(folder)
-        record = _suite("choices").write(_suite("results").read(results), fastest.RECORD)
-        for path in (*_suite("report").write(results, docs), record):
+        docs, no_docs = _ROOT / "docs", "writes docs/ of a checkout, and this is an installation"
+        refuse(
+            (not docs.is_dir(), "--report", no_docs),
+            (not folder.is_dir(), "--out", f"no such folder of results: {folder}"),
+        )
+        record = _suite("choices").write(_suite("results").read(folder), fastest.RECORD)
+        for path in (*_suite("report").write(folder, docs), record):
             print(path)
         return
     if listing:
@@ -127,16 +131,6 @@ def _results() -> Path:
     """Return the folder of results: the checkout's, else one here."""
     kept = _ROOT / "bench" / "results"
     return kept / "attention" if kept.is_dir() else Path("specattn-bench")
-
-
-def _to_report(folder: Path) -> tuple[Path, Path]:
-    """Return the folders of results and of the page, if both exist."""
-    docs = _ROOT / "docs"
-    if not docs.is_dir():
-        raise ArgumentError("--report", "writes docs/ of a checkout, and this is an installation")
-    if not folder.is_dir():
-        raise ArgumentError("--out", f"no such folder of results: {folder}")
-    return folder, docs
 
 
 def _chosen(full: bool, names: list[str], only: str) -> list[Any]:
