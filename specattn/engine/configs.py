@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 from specattn.config import TABLE_SIZES
 from specattn.engine.policy import Acceptance, GoodputPolicy, Observed
+from specattn.engine.ranks import decide
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch.distributed import ProcessGroup
+
     from specattn.config import SpecConfig
     from specattn.engine.policy import Policy
-    from specattn.engine.ranks import Ranks
 
 # what must be one for all: the sizes of tables and pools, and what a draft state holds
 _SHARED = (*TABLE_SIZES, "draft_sampling")
@@ -40,7 +42,7 @@ class SpeculativeConfigs:
         Captured batch sizes.
     window : int
         Steps that acceptance is measured over.
-    ranks : Ranks, optional
+    ranks : ProcessGroup, optional
         The ranks of a sharded target, whose measured times differ: rank 0's policy chooses for all.
 
     Raises
@@ -72,7 +74,7 @@ class SpeculativeConfigs:
         buckets: Sequence[int],
         window: int = _WINDOW,
         *,
-        ranks: Ranks | None = None,
+        ranks: ProcessGroup | None = None,
     ) -> None:
         self.all = tuple(dict.fromkeys(configs))
         for name in _SHARED:
@@ -129,8 +131,7 @@ class SpeculativeConfigs:
         if not fitting:
             return self.current
         observed = Observed(batch, self._bucket(batch), self.current, fitting, self.acceptance)
-        choose = partial(self.policy, observed)
-        config = choose() if self._ranks is None else self._ranks.decide(choose)
+        config = decide(self._ranks, partial(self.policy, observed))
         if config not in fitting:
             raise ValueError(f"policy must return one of the configs it is given, got {config}")
         return config

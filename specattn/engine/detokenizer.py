@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,51 +33,25 @@ class Tokenizer(Protocol):
         """Return the text of tokens."""
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Makes tokens of texts and texts of tokens, where an engine can.
+def text_functions(
+    tokenizer: Tokenizer | None, detokenize: Callable[[list[int]], str] | None
+) -> tuple[Callable[[str], list[int]] | None, Callable[[list[int]], str] | None]:
+    """Return what makes tokens of prompts, and text of tokens.
 
-    Parameters
-    ----------
-    encode : callable, optional
-        Makes tokens of prompts that are texts.
-    decode : callable, optional
-        Maps token ids to text, for outputs and stop strings.
+    None where nothing does. A tokenizer does both, but for ``detokenize``; its texts have no
+    special tokens.
+
+    Raises
+    ------
+    ValueError
+        If the tokenizer is none.
     """
-
-    encode: Callable[[str], list[int]] | None = None
-    decode: Callable[[list[int]], str] | None = None
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer | None, decode: Callable[[list[int]], str] | None) -> Texts:
-        """Return what a tokenizer makes; its texts have no special tokens.
-
-        Raises
-        ------
-        ValueError
-            If the tokenizer is none.
-        """
-        if tokenizer is None:
-            return cls(None, decode)
-        if not isinstance(tokenizer, Tokenizer):
-            raise ValueError(f"tokenizer must encode and decode, got {tokenizer!r}")
-        plain = partial(
-            tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return cls(tokenizer.encode, decode or plain)
-
-    def stream(self, request: Request) -> TextStream | None:
-        """Return the stream of a request's text; None without texts."""
-        if self.decode is None:
-            return None
-        return TextStream(self.decode, request.prompt, request.stop, request.min_new_tokens)
-
-    def write(self, request: Request, output: RequestOutput) -> None:
-        """Write the text of a request that has ended."""
-        if (stream := self.stream(request)) is not None:
-            stream.feed(spoken(request, output))
-            stream.finish()
-            output.text = stream.text
+    if tokenizer is None:
+        return None, detokenize
+    if not isinstance(tokenizer, Tokenizer):
+        raise ValueError(f"tokenizer must encode and decode, got {tokenizer!r}")
+    plain = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return tokenizer.encode, detokenize or plain
 
 
 class TextStream:
@@ -115,6 +88,11 @@ class TextStream:
         self._held = ""
         self.text = ""
         self.stopped = False
+
+    @classmethod
+    def of(cls, request: Request, detokenize: Callable[[list[int]], str]) -> Self:
+        """Return the stream of a request's text."""
+        return cls(detokenize, request.prompt, request.stop, request.min_new_tokens)
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Take new tokens; return the text that has become certain."""
@@ -169,6 +147,14 @@ class TextStream:
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length
         return 0
+
+
+def text_of(request: Request, output: RequestOutput, detokenize: Callable[[list[int]], str]) -> str:
+    """Return the text of a request that has ended."""
+    stream = TextStream.of(request, detokenize)
+    stream.feed(spoken(request, output))
+    stream.finish()
+    return stream.text
 
 
 def spoken(request: Request, output: RequestOutput) -> list[int]:

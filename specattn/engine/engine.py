@@ -19,11 +19,11 @@ from specattn.checks import whole_numbers
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.decoders import Decoders
-from specattn.engine.detokenizer import Texts
-from specattn.engine.intake import Intake
+from specattn.engine.detokenizer import text_functions, text_of
+from specattn.engine.intake import check_request, listed, with_seeds
 from specattn.engine.metrics import EngineCounters
 from specattn.engine.prompts import PromptRunner
-from specattn.engine.ranks import Ranks
+from specattn.engine.ranks import agree, decide, ranks_of
 from specattn.engine.request import Request, RequestOutput, RunningRequest
 from specattn.engine.scheduler import Scheduler
 from specattn.errors import CapacityError
@@ -185,9 +185,10 @@ class Engine:
         kv_scales: tuple[Scales, Scales] = (None, None),
         **options: Unpack[EngineKeywords],
     ) -> None:
-        drafts, self._ranks = draft_of(draft), Ranks(target)
+        drafts, self._ranks = draft_of(draft), ranks_of(target)
         config, *configs = (one.reserving(drafts.draft_len(one)) for one in (config, *configs))
-        self.config, texts, own = config, Texts.of(tokenizer, detokenize), tuple(processors)
+        self.config, self.processors = config, tuple(processors)
+        self._encode, self.detokenize = text_functions(tokenizer, detokenize)
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
         self.configs = SpeculativeConfigs(
@@ -207,19 +208,31 @@ class Engine:
         dims = StateDims(self.proposer.state_fields(widest))
         self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, target.device)
         eos = self.target.model.eos_token_ids
-        self.scheduler = Scheduler(self.table, self.configs, eos, texts, self.proposer.read_ahead)
+        self.scheduler = Scheduler(
+            self.table, self.configs, eos, self.detokenize, self.proposer.read_ahead
+        )
         prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
         self._prompts = PromptRunner(prefill, self.states, self.scheduler)
-        self._intake = Intake(self.target.model, config.max_context_len, texts, own, self._ranks)
         between = self._plans_on_host or options.get("validate") == "debug"
         cudagraph = cudagraph or ("piecewise" if between else "full")
         steps = StepOptions(record=graphs, cudagraph=cudagraph, recorder=Recorder(), **options)
         sizes = self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name
-        asked = [one.name for one in own], sampled, processed, deterministic, draft is not None
-        self._ranks.agree("the settings of an Engine", (sizes, asked, steps.settings))
+        asked = (
+            [one.name for one in self.processors],
+            sampled,
+            processed,
+            deterministic,
+            draft is not None,
+        )
+        agree(self._ranks, "the settings of an Engine", (sizes, asked, steps.settings))
         setup = StepSetup(self.target, self.proposer, config, self.table, self.states, steps)
         self._decoders = Decoders(
-            setup, self.configs.all, self.buckets, own, sampled=sampled, processed=processed
+            setup,
+            self.configs.all,
+            self.buckets,
+            self.processors,
+            sampled=sampled,
+            processed=processed,
         )
         self._counters = EngineCounters(self.configs.all)
         # launched and not handed out: the groups of one step
@@ -292,9 +305,10 @@ class Engine:
                 results = self._to_their_ends(checked, on_tokens)
             finally:
                 self.clear()
-        self._ranks.agree("the tokens of requests", [one.tokens for one in results])
-        for request, result in zip(checked, results, strict=True):
-            self.scheduler.texts.write(request, result)
+        agree(self._ranks, "the tokens of requests", [one.tokens for one in results])
+        if self.detokenize is not None:
+            for request, result in zip(checked, results, strict=True):
+                result.text = text_of(request, result, self.detokenize)
         return results
 
     def _to_their_ends(
@@ -499,7 +513,12 @@ class Engine:
 
     def _checked(self, requests: Sequence[Request | str]) -> list[Request]:
         """Return requests that can run, with tokens and seeds."""
-        return self._intake.take(requests, [one.result.tokens for one in self.running])
+        checked = listed(requests, self._encode)
+        for request in checked:
+            check_request(request, self)
+        running = [one.result.tokens for one in self.running]
+        agree(self._ranks, "requests, their seeds included,", (checked, running))
+        return with_seeds(checked, self._ranks)
 
     def _admit_waiting(self) -> list[RequestOutput]:
         """Admit as many waiting requests as have slots to their ends.
@@ -596,7 +615,7 @@ class Engine:
         proposer = self.proposer
         if not isinstance(proposer, HostProposer) or not config.num_steps:
             return None
-        return self._ranks.decide(lambda: list(proposer.draft(tuple(group), config)))
+        return decide(self._ranks, lambda: list(proposer.draft(tuple(group), config)))
 
     def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
         """Hand out what steps gained; requests that had ended before get nothing."""

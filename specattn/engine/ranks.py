@@ -1,4 +1,9 @@
-"""The ranks of a sharded target, which take the same steps."""
+"""The ranks of a sharded target, which take the same steps.
+
+Every rank's host decides for itself what a step runs; forwards with collectives go wrong, or never
+end, unless all decide alike. So what comes from outside is compared, and what may depend on
+measured times is decided once. A target of one process has nobody to ask: its group is None.
+"""
 
 from __future__ import annotations
 
@@ -20,45 +25,33 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Ranks:
-    """The processes that decode the same requests with one sharded target.
+def ranks_of(target: TargetModel) -> ProcessGroup | None:
+    """Return the processes that decode the same requests with one target."""
+    return target.process_group if isinstance(target, ShardedModel) else None
 
-    Every rank's host decides for itself what a step runs; forwards with collectives go wrong, or
-    never end, unless all decide alike. So what comes from outside is compared, and what may depend
-    on measured times is decided once. A target of one process has nobody to ask.
 
-    Parameters
-    ----------
-    target : TargetModel
-        The target; its ``process_group`` are the ranks if it is a `ShardedModel`.
+def agree(ranks: ProcessGroup | None, what: str, value: object) -> None:
+    """Compare a value on all ranks, by what it prints as.
+
+    Raises
+    ------
+    RankError
+        If it is not the same everywhere, on every rank.
     """
+    if ranks is None:
+        return
+    digests = [""] * ranks.size()
+    digest = hashlib.sha256(repr(value).encode()).hexdigest()
+    dist.all_gather_object(digests, digest, group=ranks)
+    if others := [rank for rank, found in enumerate(digests) if found != digests[0]]:
+        raise RankError(what, others)
 
-    def __init__(self, target: TargetModel) -> None:
-        self._group: ProcessGroup | None = None
-        if isinstance(target, ShardedModel):
-            self._group = target.process_group
 
-    def agree(self, what: str, value: object) -> None:
-        """Compare a value on all ranks, by what it prints as.
-
-        Raises
-        ------
-        RankError
-            If it is not the same everywhere, on every rank.
-        """
-        if self._group is None:
-            return
-        digests = [""] * self._group.size()
-        digest = hashlib.sha256(repr(value).encode()).hexdigest()
-        dist.all_gather_object(digests, digest, group=self._group)
-        if others := [rank for rank, found in enumerate(digests) if found != digests[0]]:
-            raise RankError(what, others)
-
-    def decide(self, choose: Callable[[], T]) -> T:
-        """Return what rank 0 chooses, on every rank."""
-        if self._group is None:
-            return choose()
-        chosen = [choose() if self._group.rank() == 0 else None]
-        dist.broadcast_object_list(chosen, group=self._group, group_src=0)
-        (found,) = chosen
-        return found  # type: ignore[return-value]  # rank 0 has filled it
+def decide(ranks: ProcessGroup | None, choose: Callable[[], T]) -> T:
+    """Return what rank 0 chooses, on every rank."""
+    if ranks is None:
+        return choose()
+    chosen = [choose() if ranks.rank() == 0 else None]
+    dist.broadcast_object_list(chosen, group=ranks, group_src=0)
+    (found,) = chosen
+    return found  # type: ignore[return-value]  # rank 0 has filled it

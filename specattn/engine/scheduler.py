@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from specattn.engine.detokenizer import TextStream
 from specattn.engine.request import RequestOutput, RunningRequest
 from specattn.errors import CapacityError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from specattn.cache.slot_table import SlotTable
     from specattn.config import SpecConfig
     from specattn.engine.configs import SpeculativeConfigs
-    from specattn.engine.detokenizer import Texts
     from specattn.engine.request import Request
 
     Item = tuple[Request, RequestOutput]
@@ -32,8 +32,8 @@ class Scheduler:
         What a step may run with.
     eos : collection of int
         The target's end-of-text tokens.
-    texts : Texts
-        What makes texts, for stop strings.
+    detokenize : callable or None
+        Makes text of tokens, for stop strings.
     read_ahead : int
         Slots past a prompt that running it writes: `Proposer.read_ahead`.
 
@@ -52,11 +52,11 @@ class Scheduler:
         table: SlotTable,
         configs: SpeculativeConfigs,
         eos: Collection[int],
-        texts: Texts,
+        detokenize: Callable[[list[int]], str] | None,
         read_ahead: int = 0,
     ) -> None:
         self.table, self.configs = table, configs
-        self._eos, self.texts, self._read_ahead = eos, texts, read_ahead
+        self._eos, self._detokenize, self._read_ahead = eos, detokenize, read_ahead
         self.waiting: list[Item] = []
         self.running: list[RunningRequest] = []
         self._rows = self.full = table.num_free_rows
@@ -116,7 +116,9 @@ class Scheduler:
             donor, shared = self._donor(request.prompt)
             row = self.table.allocate(share=donor, share_len=shared)
             eos: Collection[int] = () if request.ignore_eos else self._eos
-            stream = self.texts.stream(request) if request.stop else None
+            stream = None
+            if request.stop and self._detokenize is not None:
+                stream = TextStream.of(request, self._detokenize)
             admitted.append(RunningRequest(request, result, row, shared, eos, stream))
             self.running.append(admitted[-1])
         holders = self.running if whole else admitted

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from specattn.engine.detokenizer import spoken
+from specattn.engine.detokenizer import TextStream, spoken
+from specattn.engine.ranks import ranks_of
 from specattn.engine.request import RequestOutput
 from specattn.errors import CapacityError, UnsupportedError
-from specattn.speculative.model import ShardedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -98,7 +98,9 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
 
     def __init__(self, feed: _Feed, commands: SimpleQueue[_Feed | None], engine: Engine) -> None:
         self._feed, self._commands, self._over = feed, commands, False
-        self._text = engine.scheduler.texts.stream(feed.request)
+        self._text: TextStream | None = None
+        if engine.detokenize is not None:
+            self._text = TextStream.of(feed.request, engine.detokenize)
 
     def __next__(self) -> RequestOutput:
         if self._over:
@@ -163,8 +165,8 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
-        model, device = engine.target.model, engine.table.req_to_token.device
-        if isinstance(model, ShardedModel) and model.process_group is not None:
+        device = engine.table.req_to_token.device
+        if ranks_of(engine.target.model) is not None:
             why = "the target's weights are sharded, and all ranks must take the same requests"
             raise UnsupportedError("AsyncEngine", [why])
         self._engine, self._scheduler = engine, engine.scheduler

@@ -318,11 +318,11 @@ def test_the_first_rank_drafts_for_all(target, expected, guesses, monkeypatch):
     run = Engine(target, guesses, of("tree"))
     decided = []
 
-    def decide(choose):
+    def decide(_ranks, choose):
         decided.append(choose)
         return [HostTree(expected[0][1:5])]
 
-    monkeypatch.setattr(run._ranks, "decide", decide)
+    monkeypatch.setattr("specattn.engine.engine.decide", decide)
     (result,) = run.add([Request(PROMPTS[0], 9)])
     run.step()
     assert result.accept_lens == [5]
