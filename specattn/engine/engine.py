@@ -22,7 +22,7 @@ from specattn.engine.decoders import Decoders
 from specattn.engine.detokenizer import text_functions, text_of
 from specattn.engine.intake import check_request, listed, with_seeds
 from specattn.engine.metrics import EngineCounters
-from specattn.engine.prompts import PromptRunner
+from specattn.engine.prompts import run_prompts
 from specattn.engine.ranks import agree, decide, ranks_of
 from specattn.engine.request import Request, RequestOutput, RunningRequest
 from specattn.engine.scheduler import Scheduler
@@ -211,8 +211,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.table, self.configs, eos, self.detokenize, self.proposer.read_ahead
         )
-        prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
-        self._prompts = PromptRunner(prefill, self.states, self.scheduler)
+        self._prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
         between = self._plans_on_host or options.get("validate") == "debug"
         cudagraph = cudagraph or ("piecewise" if between else "full")
         steps = StepOptions(record=graphs, cudagraph=cudagraph, recorder=Recorder(), **options)
@@ -559,7 +558,7 @@ class Engine:
             try:
                 self._decoders.capture_for(requests)
                 self._untimed()
-                shared = self._prompts.run(items, self._decoders.processors, whole=whole)
+                shared = self._run_prompts(items, whole=whole)
             except BaseException:
                 if not self.table.changing:
                     self.scheduler.roll_back(running, rows, results)
@@ -567,6 +566,27 @@ class Engine:
                 raise
             self._counters.admitted(items, shared)
             return results
+
+    def _run_prompts(self, items: Sequence[Item], *, whole: bool) -> int:
+        """Run prompts, draw first tokens; returns how many tokens others had run."""
+        shared, started_at = 0, time.perf_counter()
+        for _, result in items:
+            result.started_at = started_at
+        while items:
+            # prompts that run now, and those that wait to share them
+            wave, items = self.scheduler.wave(items)
+            admitted = self.scheduler.admit(wave, whole=whole)
+            shared += sum(one.length for one in admitted)
+            firsts, scored = run_prompts(
+                self._prefill, self.states, admitted, self._decoders.processors
+            )
+            for at, (one, token) in enumerate(zip(admitted, firsts, strict=True)):
+                one.length = one.prompt_len
+                one.result.first_token_at = time.perf_counter()
+                read = None if scored is None else partial(scored.read, at, 1)
+                self.scheduler.append(one, [token], read)
+            self.scheduler.remove_ended()
+        return shared
 
     def _launch(self, groups: Groups) -> None:
         """Launch a step of every group; errors are raised after that."""
@@ -642,11 +662,8 @@ class Engine:
             one.length += len(tokens)
             # -1 comes last, if at all
             counts[at] = len(tokens) - (bool(tokens) and tokens[-1] < 0)
-            kept = self.scheduler.append(one, tokens)
+            kept = self.scheduler.append(one, tokens, partial(step.pending.logprobs, at))
             one.result.accept_lens.append(len(kept))
-            count = one.request.sampling.logprobs
-            if count is not None:
-                one.result.logprobs += step.pending.logprobs(at, count)[: len(kept)]
             self._counters.gained(one.result, len(kept))
             gains.append((one.result, kept))
         self.configs.count(step.config, counts, sum(len(kept) for _, kept in gains), seconds)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.engine.configs import SpeculativeConfigs
     from specattn.engine.request import Request
+    from specattn.speculative.host_buffers import TokenLogprobs
 
     Item = tuple[Request, RequestOutput]
     Groups = dict[SpecConfig, list[RunningRequest]]
@@ -220,12 +221,22 @@ class Scheduler:
         if config in self.configs.all:
             self.configs.current = config
 
-    def append(self, one: RunningRequest, tokens: Sequence[int]) -> list[int]:
-        """Append tokens that have slots, free who ends; return those kept."""
+    def append(
+        self,
+        one: RunningRequest,
+        tokens: Sequence[int],
+        scored: Callable[[int], list[TokenLogprobs]] | None = None,
+    ) -> list[int]:
+        """Append tokens that have slots, free who ends; return those kept.
+
+        ``scored`` returns their log-probabilities, with a number of alternatives.
+        """
         self.table.commit(one.row, one.length)
         kept = one.append(tokens, self.table.max_context_len)
         if one.result.finish_reason:
             self.table.free(one.row)
+        if scored is not None and (count := one.request.sampling.logprobs) is not None:
+            one.result.logprobs += scored(count)[: len(kept)]
         return kept
 
     def remove_ended(self) -> None:

@@ -137,7 +137,7 @@ def test_a_text_that_fills_its_context_has_them_to_the_end():
 
 def test_prompts_that_run_in_chunks_have_their_own():
     run = engine()
-    run._prompts.prefill = replace(run._prompts.prefill, chunk=4)
+    run._prefill = replace(run._prefill, chunk=4)
     requests = [Request(prompt, 3, SamplingParams(logprobs=3)) for prompt in PROMPTS]
     for request, out in zip(requests, run.generate(requests), strict=True):
         check(request, out)

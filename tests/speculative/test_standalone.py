@@ -92,7 +92,7 @@ def test_a_draft_like_the_target_is_always_right(target, wanted, tree, chunk) ->
     steps = TREES[tree].num_steps
     config = of(tree, 64, 4)
     engine = poisoned(Engine(target, LMDraft(target, VOCAB), config, buckets=[4]))
-    engine._prompts.prefill = replace(engine._prompts.prefill, chunk=chunk)
+    engine._prefill = replace(engine._prefill, chunk=chunk)
     for _ in range(2):  # over slots that hold other texts the second time
         results = engine.generate([Request(prompt, NEW) for prompt in PROMPTS])
         assert [result.tokens for result in results] == wanted
