@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from threading import RLock
@@ -21,7 +22,7 @@ from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.decoders import Decoders
 from specattn.engine.detokenizer import text_functions, text_of
 from specattn.engine.intake import check_request, listed, with_seeds
-from specattn.engine.metrics import EngineCounters
+from specattn.engine.metrics import EngineMetrics
 from specattn.engine.prompts import run_prompts
 from specattn.engine.ranks import agree, decide, ranks_of
 from specattn.engine.request import Request, RequestOutput, RunningRequest
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from specattn.config import KVScales, SpecConfig
     from specattn.cuda_graph import GraphReport
     from specattn.engine.detokenizer import Tokenizer
-    from specattn.engine.metrics import EngineMetrics
     from specattn.engine.policy import Policy
     from specattn.engine.scheduler import Groups, Item
     from specattn.speculative.drafts import Draft
@@ -233,7 +233,10 @@ class Engine:
             sampled=sampled,
             processed=processed,
         )
-        self._counters = EngineCounters(self.configs.all)
+        # what `metrics` returns, but for what is counted when it is asked for
+        self._totals = EngineMetrics()
+        self._finished: Counter[str] = Counter()
+        self._accept_lens = [0] * (2 + max(one.num_steps for one in self.configs.all))
         # launched and not handed out: the groups of one step
         self._steps: list[LaunchedStep] = []
         self._lock = RLock()
@@ -424,7 +427,7 @@ class Engine:
         """
         with self._change():
             self.scheduler.drop(result)
-            self._counters.dropped(1)
+            self._finished["dropped"] += 1
 
     def clear(self) -> None:
         """Drop every running request, as `drop` does, and forget those that wait.
@@ -471,7 +474,17 @@ class Engine:
         Nothing waits, on the host or for the device. Any thread may ask at any time. What it reads
         while a step ends may have some numbers of before and some of after.
         """
-        return self._counters.read(self.scheduler, self.table)
+        scheduler, table = self.scheduler, self.table
+        return replace(
+            self._totals,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_rows=table.num_free_rows,
+            free_slots=table.num_free_slots,
+            slots=(table.num_pages - 1) * table.page_size,
+            finished=dict(+self._finished),
+            accept_lens=tuple(self._accept_lens),
+        )
 
     def _acquire(self) -> RLock:
         """Lock the engine for this thread, or raise a ValueError at once."""
@@ -564,7 +577,7 @@ class Engine:
                     self.scheduler.roll_back(running, rows, results)
                     self._changing = False
                 raise
-            self._counters.admitted(items, shared)
+            self._count_admitted(items, shared)
             return results
 
     def _run_prompts(self, items: Sequence[Item], *, whole: bool) -> int:
@@ -650,7 +663,7 @@ class Engine:
 
     def _collect_group(self, step: LaunchedStep) -> list[Gain]:
         gained = step.pending.wait()
-        self._counters.stepped(step.config, len(gained))
+        self._count_step(step.config, len(gained))
         now, began = time.perf_counter(), step.launched_at
         # a step that was launched ahead began when the one before it ended
         seconds = None if began is None else now - max(began, self._collected_at)
@@ -664,10 +677,30 @@ class Engine:
             counts[at] = len(tokens) - (bool(tokens) and tokens[-1] < 0)
             kept = self.scheduler.append(one, tokens, partial(step.pending.logprobs, at))
             one.result.accept_lens.append(len(kept))
-            self._counters.gained(one.result, len(kept))
+            self._accept_lens[len(kept)] += 1
+            self._count(one.result, len(kept))
             gains.append((one.result, kept))
         self.configs.count(step.config, counts, sum(len(kept) for _, kept in gains), seconds)
         return gains
+
+    def _count_admitted(self, items: Sequence[Item], shared: int) -> None:
+        self._totals.shared_tokens += shared
+        for request, result in items:
+            self._totals.prompt_tokens += len(request.prompt)
+            self._count(result, len(result.tokens))
+
+    def _count_step(self, config: SpecConfig, batch: int) -> None:
+        self._totals.verify_steps += 1
+        if config.num_steps:
+            self._totals.draft_steps += 1
+            self._totals.drafts += batch
+            self._totals.draft_tokens += batch * (config.num_draft_tokens - 1)
+
+    def _count(self, result: RequestOutput, gained: int) -> None:
+        """Count tokens that a request was given, and its end."""
+        self._totals.generated_tokens += gained
+        if result.finish_reason:
+            self._finished[result.finish_reason] += 1
 
     def _untimed(self) -> None:
         """Note that something else runs before the next step is collected."""
@@ -677,7 +710,7 @@ class Engine:
     def _drop_all(self, *, table: bool) -> None:
         """Drop every request, and wait for what is in flight; see `Scheduler.clear`."""
         self._steps, self._kept = [], False
-        self._counters.dropped(self.scheduler.clear(table=table))
+        self._finished["dropped"] += self.scheduler.clear(table=table)
         # a wait that was interrupted has left its step in flight, and may be again
         for decoder in self._decoders.values():
             decoder.settle()

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specattn.cache.slot_table import SlotTable
-    from specattn.config import SpecConfig
-    from specattn.engine.request import RequestOutput
-    from specattn.engine.scheduler import Item, Scheduler
+from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineMetrics:
     """The contents of an engine, and totals since it was made.
 
@@ -40,20 +30,20 @@ class EngineMetrics:
         its end are not gained.
     """
 
-    running: int
-    waiting: int
-    free_rows: int
-    free_slots: int
-    slots: int
-    prompt_tokens: int
-    shared_tokens: int
-    generated_tokens: int
-    finished: dict[str, int]
-    verify_steps: int
-    draft_steps: int
-    drafts: int
-    draft_tokens: int
-    accept_lens: tuple[int, ...]
+    running: int = 0
+    waiting: int = 0
+    free_rows: int = 0
+    free_slots: int = 0
+    slots: int = 0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    generated_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    verify_steps: int = 0
+    draft_steps: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accept_lens: tuple[int, ...] = ()
 
     @property
     def accepted_per_step(self) -> float:
@@ -65,67 +55,3 @@ class EngineMetrics:
     def accepted_by_position(self) -> tuple[int, ...]:
         """Steps of requests that kept at least 1, 2, ... draft tokens."""
         return tuple(sum(self.accept_lens[at:]) for at in range(2, len(self.accept_lens)))
-
-
-class EngineCounters:
-    """Counts what an engine's requests are given.
-
-    Parameters
-    ----------
-    configs : sequence of SpecConfig
-        The engine's.
-    """
-
-    def __init__(self, configs: Sequence[SpecConfig]) -> None:
-        self._prompt_tokens = self._shared_tokens = self._first_tokens = 0
-        self._verify_steps = self._draft_steps = self._drafts = self._draft_tokens = 0
-        self._finished: Counter[str] = Counter()
-        self._accept_lens = [0] * (2 + max(config.num_steps for config in configs))
-
-    def admitted(self, items: Sequence[Item], shared: int) -> None:
-        """Count requests whose prompts ran, and their first tokens."""
-        self._shared_tokens += shared
-        for request, result in items:
-            self._prompt_tokens += len(request.prompt)
-            self._first_tokens += len(result.tokens)
-            if result.finish_reason:
-                self._finished[result.finish_reason] += 1
-
-    def stepped(self, config: SpecConfig, batch: int) -> None:
-        """Count a step of a batch."""
-        self._verify_steps += 1
-        if config.num_steps:
-            self._draft_steps += 1
-            self._drafts += batch
-            self._draft_tokens += batch * (config.num_draft_tokens - 1)
-
-    def gained(self, result: RequestOutput, tokens: int) -> None:
-        """Count what a request gained in a step."""
-        self._accept_lens[tokens] += 1
-        if result.finish_reason:
-            self._finished[result.finish_reason] += 1
-
-    def dropped(self, count: int) -> None:
-        """Count requests that were dropped."""
-        if count:
-            self._finished["dropped"] += count
-
-    def read(self, scheduler: Scheduler, table: SlotTable) -> EngineMetrics:
-        """Return the numbers; from any thread, for each is read at once."""
-        lens = tuple(self._accept_lens)
-        return EngineMetrics(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            free_rows=table.num_free_rows,
-            free_slots=table.num_free_slots,
-            slots=(table.num_pages - 1) * table.page_size,
-            prompt_tokens=self._prompt_tokens,
-            shared_tokens=self._shared_tokens,
-            generated_tokens=self._first_tokens + sum(n * count for n, count in enumerate(lens)),
-            finished=dict(self._finished),
-            verify_steps=self._verify_steps,
-            draft_steps=self._draft_steps,
-            drafts=self._drafts,
-            draft_tokens=self._draft_tokens,
-            accept_lens=lens,
-        )
