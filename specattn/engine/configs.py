@@ -101,35 +101,24 @@ class SpeculativeConfigs:
         self._window = window
         self._recent: deque[tuple[SpecConfig, list[int]]] = deque()
 
-    @property
-    def widest(self) -> SpecConfig:
-        """The config that needs most proposals to start from."""
-        return max(self.all, key=lambda config: config.proposals)
-
-    @property
-    def speculative(self) -> bool:
-        """Whether any config drafts."""
-        return any(config.num_steps for config in self.all)
-
-    def choose(self, batch: int, room: int) -> SpecConfig:
+    def choose(self, rooms: Sequence[int]) -> SpecConfig:
         """Ask the policy for the config of the next step.
 
         Parameters
         ----------
-        batch : int
-            Requests that take part.
-        room : int
-            Slots that the context of the shortest request has left. Where no config fits, the
-            current one is returned, and the policy is not asked.
+        rooms : sequence of int
+            Slots that the contexts of the requests that take part have left. Where no config fits
+            the shortest request, the current one is returned, and the policy is not asked.
 
         Raises
         ------
         ValueError
             If the policy returns a config that it was not given.
         """
-        fitting = self._fitting(room)
-        if not fitting:
+        fitting = self._fitting(max(rooms, default=0))
+        if not self.adaptive or not fitting:
             return self.current
+        batch = len(rooms)
         observed = Observed(batch, self._bucket(batch), self.current, fitting, self.acceptance)
         config = decide(self._ranks, partial(self.policy, observed))
         if config not in fitting:

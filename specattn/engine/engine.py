@@ -155,8 +155,6 @@ class Engine:
         eagerly if that fails, and a warning is logged; so it is where memory runs out.
     """
 
-    # whether launched steps are still here because another launch failed
-    _kept = False
     # when the last one was handed out
     _collected_at = 0.0
     # whether a call changes the books; an interrupt that nothing undid leaves it so
@@ -201,10 +199,11 @@ class Engine:
         slot = partial(slot, backend=backend, deterministic=deterministic)
         self.target: ModelSlot[TargetModel] = slot(target, scales=kv_scales[0])
         _warn_beyond_training(self.target.model, config)
-        drafts = drafts if self.configs.speculative else NoProposer()
+        drafts = drafts if any(one.num_steps for one in self.configs.all) else NoProposer()
         self.proposer = drafts.make(partial(slot, scales=kv_scales[1]))
         self._plans_on_host = plans_on_host(self.target, self.draft)
-        widest = self.configs.widest
+        # of all configs it needs most proposals to start from
+        widest = max(self.configs.all, key=lambda one: one.proposals)
         dims = StateDims(self.proposer.state_fields(widest))
         self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, target.device)
         eos = self.target.model.eos_token_ids
@@ -395,11 +394,10 @@ class Engine:
                 if not self._steps:
                     self._launch(self.scheduler.schedule())
                 following = self._launch_ahead() if ahead else []
-                steps, self._steps, self._kept = self._steps, following, False
+                steps, self._steps = self._steps, following
                 return self._collect(steps)
             except Exception:
                 # the next step hands out what was launched, before anything else can fail
-                self._kept = bool(self._steps)
                 self._untimed()
                 raise
             except BaseException:
@@ -486,7 +484,8 @@ class Engine:
             accept_lens=tuple(self._accept_lens),
         )
 
-    def _acquire(self) -> RLock:
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
         """Lock the engine for this thread, or raise a ValueError at once."""
         lock = self._lock
         if not lock.acquire(blocking=False):
@@ -494,11 +493,6 @@ class Engine:
                 "an Engine must be called from one thread at a time: "
                 "a call of another thread has not returned"
             )
-        return lock
-
-    @contextmanager
-    def _one_thread(self) -> Iterator[None]:
-        lock = self._acquire()
         try:
             yield
         finally:
@@ -507,8 +501,7 @@ class Engine:
     @contextmanager
     def _change(self) -> Iterator[None]:
         """Note that the books change; the note outlives an interrupt."""
-        lock = self._acquire()
-        try:
+        with self._one_thread():
             if self._changing:
                 raise ValueError(
                     "a call of this Engine was interrupted, or has not returned: call clear()"
@@ -520,8 +513,6 @@ class Engine:
                 self._changing = self.table.changing
                 raise
             self._changing = False
-        finally:
-            lock.release()
 
     def _checked(self, requests: Sequence[Request | str]) -> list[Request]:
         """Return requests that can run, with tokens and seeds."""
@@ -614,14 +605,12 @@ class Engine:
 
     def _launch_ahead(self) -> list[LaunchedStep]:
         """Launch the step after the one in flight, if both surely fit."""
-        if self._kept or self._plans_on_host or len(self._steps) != 1:
-            return []
-        if isinstance(self.proposer, HostProposer):
-            # it drafts after the tokens of the step before
+        if self._plans_on_host or isinstance(self.proposer, HostProposer) or len(self._steps) != 1:
+            # lengths are planned, or drafts made, after the tokens of the step before
             return []
         (step,) = self._steps
-        if step.level is Level.CONSTRAINED:
-            # a grammar has to know the tokens of the step before
+        # a grammar has to know these tokens, and what was kept by an error comes alone
+        if step.level is Level.CONSTRAINED or step.launched_at is None:
             return []
         groups = self.scheduler.schedule_ahead(step.config, step.group)
         return [self._launch_group(config, group) for config, group in groups.items()]
@@ -709,7 +698,7 @@ class Engine:
 
     def _drop_all(self, *, table: bool) -> None:
         """Drop every request, and wait for what is in flight; see `Scheduler.clear`."""
-        self._steps, self._kept = [], False
+        self._steps = []
         self._finished["dropped"] += self.scheduler.clear(table=table)
         # a wait that was interrupted has left its step in flight, and may be again
         for decoder in self._decoders.values():

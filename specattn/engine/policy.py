@@ -38,7 +38,7 @@ class Acceptance:
     """
 
     def __init__(self, config: SpecConfig) -> None:
-        self.config, self.steps = config, 0
+        self.steps = 0
         self.reached = [0] * (config.num_steps + 1)
         self._times: dict[int, deque[float]] = {}
 

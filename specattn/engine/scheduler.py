@@ -168,7 +168,7 @@ class Scheduler:
         """
         groups: Groups = {}
         rooms = [self.table.max_context_len - one.length for one in self.running]
-        chosen = self._choose(rooms)
+        chosen = self.configs.choose(rooms)
         for one, room in zip(self.running, rooms, strict=True):
             groups.setdefault(self.configs.fit(chosen, room), []).append(one)
         scheduled: Groups = {}
@@ -198,7 +198,7 @@ class Scheduler:
             return {}
         gain = config.num_steps + 1
         rooms = [self.table.max_context_len - gain - one.length for one in going]
-        following = self._choose(rooms)
+        following = self.configs.choose(rooms)
         if following.reserve_len > min(rooms):
             return {}
         try:
@@ -206,12 +206,6 @@ class Scheduler:
         except CapacityError:  # what this step does not gain may be enough
             return {}
         return {following: going}
-
-    def _choose(self, rooms: Sequence[int]) -> SpecConfig:
-        """Return the next step's config, given the contexts' free slots."""
-        if not self.configs.adaptive:
-            return self.configs.current
-        return self.configs.choose(len(rooms), max(rooms, default=0))
 
     def _reserve(self, config: SpecConfig, group: Sequence[RunningRequest], in_flight: int) -> None:
         """Reserve a step's slots; ``in_flight`` more tokens may come before."""
