@@ -422,26 +422,3 @@ class SlotTable(ReadOnly):
         left = left[self._users[left] == 0][::-1]
         self._free_pages[self._num_free : self._num_free + len(left)] = left
         self._num_free += len(left)
-
-    def check(self) -> None:
-        """Assert that every page is free or counted once per row.
-
-        Waits for the device, to compare ``reserved``.
-        """
-        counts = np.zeros_like(self._held)
-        for row, pages in self._pages.items():
-            counts[row] = len(pages)
-        assert (counts == self._held).all(), "page counts disagree with the rows"
-        assert (self._needed <= self._tokens(counts)).all(), "a row lost slots it needs"
-        room = self.reserved.cpu().numpy()
-        assert (room == self._tokens(counts)).all(), "the device has other lengths than the host"
-        held = np.zeros(self.num_pages, dtype=np.int64)
-        for pages in self._pages.values():
-            held[pages] += 1
-        assert (held == self._users).all(), "page use counts disagree with the rows"
-        free = np.zeros(self.num_pages, dtype=np.int64)
-        np.add.at(free, self._free_pages[: self._num_free], 1)
-        assert free.max(initial=0) <= 1, "a page is free twice"
-        assert ((free > 0) != (held > 0))[1:].all(), "a page is leaked, or free while in use"
-        assert not held[0], "page 0 belongs to padding"
-        assert not free[0], "page 0 belongs to padding"

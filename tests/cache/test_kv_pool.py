@@ -10,6 +10,7 @@ from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig
 from specattn.errors import CapacityError
+from tests.books import check_books
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -33,7 +34,7 @@ def test_every_reserved_position_has_its_own_slot_within_one_page(page_size):
     assert len(set(seen)) == len(seen)
     assert min(seen) >= page_size, "page 0 belongs to padding"
     assert not books.req_to_token[0].any(), "row 0 belongs to padding"
-    books.check()
+    check_books(books)
 
 
 def test_growing_keeps_the_slots_already_given():
@@ -65,7 +66,7 @@ def test_running_out_takes_nothing():
     books.allocate()
     with pytest.raises(CapacityError, match="rows"):
         books.allocate()
-    books.check()
+    check_books(books)
 
 
 def test_freeing_one_sharer_leaves_the_other_intact():
@@ -87,13 +88,13 @@ def test_freeing_one_sharer_leaves_the_other_intact():
         books.req_to_token[first, :20].tolist()
     ), "what follows the prefix is private"
     books.free(first)
-    books.check()
+    check_books(books)
     third = books.allocate()
     books.reserve([third], [64])
     assert not set(books.req_to_token[third].tolist()) & set(shared.tolist())
     books.free(second)
     books.free(third)
-    books.check()
+    check_books(books)
     assert books.num_free_slots == 252
 
 
@@ -122,7 +123,7 @@ def test_no_sequence_of_calls_leaks_a_page(data):
                 del lengths[row]
         except CapacityError:
             pass
-        books.check()
+        check_books(books)
     for row in lengths:
         books.free(row)
     assert books.num_free_slots == whole

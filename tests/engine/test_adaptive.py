@@ -13,6 +13,7 @@ from specattn.engine.configs import SpeculativeConfigs, smaller_configs
 from specattn.engine.engine import Engine, Request
 from specattn.engine.policy import Acceptance, GoodputPolicy, Observed, expected_tokens, rough_cost
 from specattn.speculative.sampling import SamplingParams
+from tests.books import check_books
 from tests.churn import Dice
 from tests.samples import half, sampled
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
@@ -69,7 +70,7 @@ def test_switching_every_step_changes_no_token(backend, sampling, cudagraph, ahe
         assert result.finish_reason == ("length" if count < 99 else "context")
         assert result.tokens == dense_greedy(run.target.model, prompt, len(result.tokens))
     run.clear()
-    run.table.check()
+    check_books(run.table)
     assert set(run.configs.used) == set(run.configs.all)
     assert {observed.current for observed in dice.seen} == set(run.configs.all)
     assert any(len(observed.configs) < len(run.configs.all) for observed in dice.seen), (

@@ -9,6 +9,7 @@ import pytest
 from specattn.config import SpecConfig
 from specattn.engine.configs import SpeculativeConfigs
 from specattn.engine.engine import Engine, Request
+from tests.books import check_books
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -49,7 +50,7 @@ def test_at_most_one_decoder_is_made_and_texts_are_those_of_plain_decoding(trees
         assert result.finish_reason == "context"
         assert len(prompt) + len(result.tokens) == CONTEXT + 1
         assert result.tokens == dense_greedy(run.target.model, prompt, len(result.tokens))
-    run.table.check()
+    check_books(run.table)
     assert run.decoders[: len(own)] == own
     made = run.decoders[len(own) :]
     assert [decoder.config for decoder in made] == [run.config.plain()] * further

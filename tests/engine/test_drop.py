@@ -10,6 +10,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.engine.request import RequestOutput
 from specattn.errors import CapacityError
+from tests.books import check_books
 from tests.churn import Dice
 from tests.samples import half, sampled
 from tests.speculative.test_host_plans import PlanningBackend
@@ -83,7 +84,7 @@ def test_whoever_is_dropped_the_others_texts_stay_exact(models, greedy, options,
                 running.remove(item)
                 ended.append((*item, list(item[1].tokens)))
         assert run.num_running == len(running) == 4 - run.table.num_free_rows
-        run.table.check()
+        check_books(run.table)
     assert dropped > 3
     assert bool(riding) == (ahead and options.get("backend") is None)
     for at, result, tokens in ended:
@@ -109,7 +110,7 @@ def test_who_is_dropped_lets_others_go_on_that_lack_slots(models):
     assert run.num_running == 2
     kept = list(second.tokens)
     run.drop(second)
-    run.table.check()
+    check_books(run.table)
     while run.num_running:
         run.step(ahead=True)
     assert (first.finish_reason, second.finish_reason) == ("length", "dropped")
@@ -131,7 +132,7 @@ def test_who_does_not_run_cannot_be_dropped(models):
     while run.num_running:
         run.step()
     assert live.tokens == dense_greedy(models[0], [3, 1], 9)
-    run.table.check()
+    check_books(run.table)
 
 
 def test_clear_drops_them_all(models):
@@ -157,5 +158,5 @@ def test_a_drop_that_is_refused_leaves_the_request_running(models):
     assert refused == [("", 0.0, 2)] * 2
     run.drop(result)
     run.drop(other)
-    run.table.check()
+    check_books(run.table)
     assert run.table.num_free_rows == 4

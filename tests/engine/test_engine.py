@@ -10,6 +10,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.sampling import SamplingParams
+from tests.books import check_books
 from tests.samples import sampled
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
@@ -59,7 +60,7 @@ def test_greedy_speculation_equals_greedy_decoding(models, expected, tree, page_
     for i, (result, want) in enumerate(zip(out, expected, strict=True)):
         assert result.tokens == want[: 40 - i]
         assert result.finish_reason == "length"
-    run.table.check()
+    check_books(run.table)
     assert run.table.num_free_rows == 4
     if tree[0] > 1 and tree[2] > 2:
         assert max(n for r in out for n in r.accept_lens) > 2, "nothing was ever accepted"
@@ -90,7 +91,7 @@ def test_near_the_context_limit_steps_shrink_instead_of_raising(models, expected
         assert result.finish_reason == "context"
         assert len(prompt) + len(result.tokens) == limit + 1, "the last token has no slot"
         assert result.tokens == dense_greedy(models[0], prompt, len(result.tokens))
-    run.table.check()
+    check_books(run.table)
 
 
 @pytest.mark.parametrize("tree", ["chain", "topk4"])
@@ -101,7 +102,7 @@ def test_near_the_context_limit_requests_go_on_drawing(models, tree):
     out = run.generate([Request([3, 1, 4], 99, drawn), Request([35], 99)])
     assert [r.finish_reason for r in out] == ["context", "context"]
     assert out[1].tokens == dense_greedy(models[0], [35], len(out[1].tokens))
-    run.table.check()
+    check_books(run.table)
 
 
 def test_requests_of_a_batch_finish_independently(models, expected):
@@ -129,7 +130,7 @@ def test_a_pool_without_slots_for_a_step_ahead_is_stepped_without(models, expect
     run = engine(models, TREES["wide"], num_slots=room)
     (result,) = run.generate([Request(PROMPTS[0], max_new_tokens=40)])
     assert result.tokens == expected[0]
-    run.table.check()
+    check_books(run.table)
 
 
 def test_models_that_could_be_trained_leave_no_history(expected):
@@ -229,7 +230,7 @@ def test_bad_requests_are_refused_before_anything_runs(models, request_, message
     run = engine(models, TREES["wide"])
     with pytest.raises(ValueError, match=message):
         run.generate([Request([1, 2]), request_])
-    run.table.check()
+    check_books(run.table)
     assert run.num_running == 0
     assert run.table.num_free_rows == 4
 
@@ -291,7 +292,7 @@ def test_a_prefix_hit_equals_a_cold_run(models, page_size):
     assert sum(before) < 52 + 3 * 20, "the others run only what they do not share"
     while run.num_running:
         run.step()
-        run.table.check()
+        check_books(run.table)
     assert first.tokens == cold[0].tokens[:3]
     for hit, want in zip(rest, cold[1:], strict=True):
         assert hit.tokens == want.tokens
@@ -355,7 +356,7 @@ def test_what_a_request_has_generated_is_shared_too(models, expected, page_size)
     while run.num_running:
         run.step(ahead=True)
     run.clear()
-    run.table.check()
+    check_books(run.table)
     assert first.tokens == expected[2]
     assert second.tokens == dense_greedy(models[0], prompt, 8)
 

@@ -13,6 +13,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from specattn.speculative.host_buffers import InFlight, PendingStep
 from specattn.speculative.sampling import SamplingParams
+from tests.books import check_books
 from tests.tiny import dense_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +30,7 @@ def unharmed(run: Engine, rows: int = 3) -> None:
     assert run.num_running == 0
     assert not run.scheduler.waiting
     assert run.table.num_free_rows == rows
-    run.table.check()
+    check_books(run.table)
     (out,) = run.generate([Request([35, 2], 9)])
     assert out.tokens == dense_greedy(run.target.model, [35, 2], 9)
 
@@ -43,7 +44,7 @@ def test_requests_that_come_together_come_all_or_not_at_all(models):
     with pytest.raises(CapacityError, match="more pages of 1 KV slots are needed"):
         run.add([Request([*shared, more], 9) for more in (31, 32)])
     assert run.table.num_free_rows == 2
-    run.table.check()
+    check_books(run.table)
     result = run.running[0].result
     while run.num_running:
         run.step()

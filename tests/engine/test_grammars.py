@@ -8,6 +8,7 @@ import pytest
 
 from specattn.engine.engine import Request
 from specattn.speculative.sampling import SamplingParams
+from tests.books import check_books
 from tests.engine.test_processors import CONFIGS, COUNT, PROMPTS, engine
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text
@@ -90,7 +91,7 @@ def test_what_a_grammar_raises_loses_no_request():
     want = constrained_text(target, PROMPTS[0], COUNT, SamplingParams())
     assert bad.tokens == want[: len(bad.tokens)]
     assert len(bad.tokens) > 3
-    run.table.check()
+    check_books(run.table)
 
 
 def test_what_is_no_grammar_is_refused():

@@ -18,6 +18,7 @@ from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request, RequestOutput
 from specattn.speculative.sampling import SamplingParams
+from tests.books import check_books
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -139,7 +140,7 @@ def books_are_right(run: Engine) -> None:
     rows = {one.row for one in run.running}
     assert rows == run.table.rows
     assert not any(one.result.finish_reason for one in run.running)
-    run.table.check()
+    check_books(run.table)
 
 
 def check(run: Engine, at: int, kind=Interrupt) -> bool:
@@ -230,11 +231,11 @@ def test_an_interrupt_at_any_line_of_a_table_is_told_or_harms_nothing():
         except ValueError as error:
             told += "clear()" in str(error)
         if not table.changing:
-            table.check()
+            check_books(table)
         table.clear()
-        table.check()
+        check_books(table)
         assert table.num_free_rows == 2
         assert table.num_free_slots == 42
         table_life(table)
-        table.check()
+        check_books(table)
     assert told

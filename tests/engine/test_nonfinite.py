@@ -8,6 +8,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.sampling import SamplingParams
+from tests.books import check_books
 from tests.samples import half, sampled
 from tests.speculative.test_host_plans import PlanningBackend
 from tests.tiny import TinyDraft, TinyTarget
@@ -79,7 +80,7 @@ def check(models, monkeypatch, sampling, kind, *, ahead, **options) -> None:
         assert sum(result.accept_lens) == end - 1
         assert result.finish_reason == ("length" if end == len(text) else "nonfinite")
         assert result.finished_at > result.first_token_at
-    run.table.check()
+    check_books(run.table)
     assert run.table.num_free_rows == 3
     models[0].token = -1
     again = decode(run, requests, ahead=ahead)
@@ -127,4 +128,4 @@ def test_a_prompt_may_end_a_request(models, monkeypatch, tree, temperature):
     assert (first.tokens, first.finish_reason, first.steps) == ([], "nonfinite", 0)
     assert [new for at, new in told if at == 0] == [[]]
     assert [one.tokens for one in others] == texts
-    run.table.check()
+    check_books(run.table)

@@ -8,6 +8,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from specattn.speculative.sampling import SamplingParams
+from tests.books import check_books
 
 CONTEXT, ROWS, N, NEW, PAGE = 64, 4, 3, 20, 4
 PROMPT = [7 * at % 61 for at in range(22)]
@@ -29,7 +30,7 @@ def engine(models, tree=(3, 4, 9), **options) -> Engine:
 
 def pages(run: Engine) -> list[tuple[int, ...]]:
     """The pages of whoever runs; the table is sound."""
-    run.table.check()
+    check_books(run.table)
     return [run.table.pages(one.row) for one in run.running]
 
 

@@ -10,6 +10,7 @@ from specattn.engine.configs import SpeculativeConfigs
 from specattn.engine.request import Request, RequestOutput
 from specattn.engine.scheduler import Scheduler
 from specattn.errors import CapacityError
+from tests.books import check_books
 
 CONTEXT = 40
 DEEP, SHALLOW, PLAIN = (SpecConfig(*tree, CONTEXT, 3) for tree in ((5, 1, 6), (2, 1, 3), (0, 1, 1)))
@@ -118,4 +119,4 @@ def test_what_was_admitted_is_undone():
     one.roll_back(kept, rows)
     assert one.running == kept
     assert one.table.rows == rows
-    one.table.check()
+    check_books(one.table)

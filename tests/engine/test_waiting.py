@@ -8,6 +8,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from specattn.speculative.sampling import SamplingParams
+from tests.books import check_books
 from tests.churn import Dice
 from tests.samples import half, sampled, star
 from tests.tiny import dense_greedy
@@ -54,7 +55,7 @@ def generate(run: Engine, requests, want) -> int:
         count = min(request.max_new_tokens, CONTEXT + 1 - len(request.prompt))
         assert result.tokens == told[at] == want[at][:count]
         assert result.finish_reason == ("context" if count < request.max_new_tokens else "length")
-    run.table.check()
+    check_books(run.table)
     assert run.table.num_free_slots == free
     return most
 
@@ -190,5 +191,5 @@ def test_who_waits_may_be_dropped_and_lets_others_by(models, greedy):
         run.step(ahead=True)
     assert running.tokens == greedy[0][:NEW]
     assert next_one.tokens == dense_greedy(models[0], small.prompt, 3)
-    run.table.check()
+    check_books(run.table)
     assert run.table.num_free_rows == ROWS

@@ -27,6 +27,7 @@ from specattn.plan import AttnPlan
 from specattn.speculative.level import Level
 from specattn.speculative.step_decoder import StepDecoder
 from tests.backends import fake_flashinfer as fake
+from tests.books import check_books
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -163,7 +164,7 @@ def decode(run: Engine, joins: list[Request], *, ahead: bool) -> list[tuple[list
         run.step(ahead=ahead)
         at += 1
     run.clear()
-    run.table.check()
+    check_books(run.table)
     return [(result.tokens, result.accept_lens) for result in results]
 
 

@@ -14,6 +14,7 @@ import pytest
 from specattn.attention.layers import BoundLayers
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
+from tests.books import check_books
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
 
@@ -45,4 +46,4 @@ def test_no_position_reaches_the_limit(backend, length, tree):
     assert len(prompt) + len(out.tokens) in (LIMIT, LIMIT + 1)
     fresh = TinyTarget(device=DEVICE)
     assert out.tokens == dense_greedy(fresh, prompt, len(out.tokens))
-    run.table.check()
+    check_books(run.table)

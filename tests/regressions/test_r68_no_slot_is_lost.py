@@ -16,6 +16,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from specattn.speculative.sampling import SamplingParams
+from tests.books import check_books
 from tests.samples import sampled, star
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
@@ -60,6 +61,6 @@ def test_all_slots_are_free_when_nothing_runs(page, pages):
             run.drop(rng.choice(run.running).result)
     assert dropped
     assert refused or pages == "many"
-    run.table.check()
+    check_books(run.table)
     assert run.table.num_free_slots == free
     assert run.table.num_free_rows == ROWS

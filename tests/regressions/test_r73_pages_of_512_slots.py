@@ -12,6 +12,7 @@ import pytest
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
+from tests.books import check_books
 from tests.oracle import check, make_tree_case, oracle_tree
 from tests.regressions.attend import KINDS, attend
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
@@ -52,4 +53,4 @@ def test_texts_cross_the_edge_of_a_page(backend):
     outs = run.generate([Request(prompt, 12) for prompt in prompts])
     for prompt, out in zip(prompts, outs, strict=True):
         assert out.tokens == dense_greedy(models[0], prompt, 12)
-    run.table.check()
+    check_books(run.table)

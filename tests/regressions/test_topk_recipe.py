@@ -20,6 +20,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.step_decoder import StepDecoder
 from specattn.trees import validate_tree
+from tests.books import check_books
 from tests.samples import half, sampled
 from tests.tiny import VOCAB, DenseAttend, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
@@ -123,7 +124,7 @@ def test_verify_commit_and_decode_on(backend, config, size, page_size):
     run.clear()
     out = run.generate([Request(prompt, 12) for prompt in PROMPTS[:size]])
     assert [result.tokens for result in out] == [plain_text(b, 12) for b in range(size)]
-    run.table.check()
+    check_books(run.table)
 
 
 def commit_and_decode(run: Engine, step: Step, rows, lens, features, paths) -> None:

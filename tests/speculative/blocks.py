@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.engine.engine import Engine, Request
+from tests.books import check_books
 from tests.speculative import laws
 from tests.tiny import TinyBlockDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
@@ -44,5 +45,5 @@ def decode(run: Engine, prompts=PROMPTS, count=25) -> list[int]:
     results = run.generate([Request(prompt, count) for prompt in prompts])
     for result, prompt in zip(results, prompts, strict=True):
         assert result.tokens == dense_greedy(run.target.model, prompt, count)
-    run.table.check()
+    check_books(run.table)
     return [length for result in results for length in result.accept_lens]

@@ -14,6 +14,7 @@ from specattn.errors import TreeError
 from specattn.speculative.host_proposer import HostProposer, HostTree
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
+from tests.books import check_books
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text
 from tests.speculative import laws
@@ -102,7 +103,7 @@ def test_greedy_texts_are_those_of_plain_decoding(target, expected, guesses, tre
         assert result.tokens == want[: NEW - i]
         assert max(result.accept_lens) == TREES[tree].num_steps + 1
         assert 1 in result.accept_lens
-    run.table.check()
+    check_books(run.table)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.host_buffers import InFlight
+from tests.books import check_books
 from tests.speculative.stepping import PROMPTS, admitted, engine, hold_up, told_of_itself
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
@@ -194,7 +195,7 @@ def test_an_engine_a_step_ahead_gives_the_same(ahead):
             results += run.add([waiting.pop(0)])
     assert run.table.num_free_rows == 5
     run.clear()
-    run.table.check()
+    check_books(run.table)
     for result, prompt, count in zip(results, [*PROMPTS, [9, 9]], new, strict=True):
         assert result.finish_reason == ("length" if count < 90 else "context")
         assert result.tokens == dense_greedy(run.target.model, prompt, len(result.tokens))

@@ -16,6 +16,7 @@ from specattn.speculative.host_proposer import HostProposer, HostTree
 from specattn.speculative.launch import StepMemory
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
+from tests.books import check_books
 from tests.samples import half, sampled
 from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
@@ -57,7 +58,7 @@ def finish(run: Engine, ahead: bool) -> None:
     while run.num_running:
         run.step(ahead=ahead)
     run.clear()
-    run.table.check()
+    check_books(run.table)
 
 
 def exact(run: Engine, results, requests=(LONG, SHORT)) -> None:

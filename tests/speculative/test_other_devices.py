@@ -15,6 +15,7 @@ from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.engine import Engine, Request
 from specattn.kernels import uses_triton
+from tests.books import check_books
 from tests.speculative.stepping import PROMPTS, admitted
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
@@ -111,7 +112,7 @@ class TestTwoDevices:
         requests = [Request(prompt, 20) for prompt in PROMPTS]
         with pytest.raises(ValueError, match="cuda:1 must be the current device, which is cuda:0"):
             elsewhere(run.generate, requests)
-        run.table.check()
+        check_books(run.table)
         wanted = [dense_greedy(run.target.model, prompt, 20) for prompt in PROMPTS]
         assert [one.tokens for one in run.generate(requests)] == wanted
         eager = engine(second, graphs=False)

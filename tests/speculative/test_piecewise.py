@@ -12,6 +12,7 @@ from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.sampling import SamplingParams
 from specattn.speculative.step_decoder import StepDecoder
+from tests.books import check_books
 from tests.speculative.stepping import PROMPTS, admitted, engine, told_of_itself
 from tests.speculative.test_host_plans import PlanningBackend
 from tests.tiny import dense_greedy
@@ -157,7 +158,7 @@ def test_rows_are_the_steps_until_all_parts_are_launched():
     assert tried == FORWARDS[1:]
     run.table.free(rows[0])
     assert all(pending.wait())
-    run.table.check()
+    check_books(run.table)
 
 
 def test_no_step_and_no_capture_runs_between_the_parts_of_another():

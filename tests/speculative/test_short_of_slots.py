@@ -8,6 +8,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
+from tests.books import check_books
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,7 +47,7 @@ def test_a_group_without_slots_sits_out_until_others_have_ended(
         assert gains
         for result, new in gains:
             told[results.index(result)] += new
-        run.table.check()
+        check_books(run.table)
         waited += len(gains) == 1 and run.num_running == 2
     assert waited, "there were slots for both"
     for request, result, tokens in zip(order, results, told, strict=True):
@@ -66,7 +67,7 @@ def test_where_no_group_has_slots_nothing_runs(models):
             run.step(ahead=True)
         assert [result.tokens for result in results] == before
         assert run.num_running == 2
-        run.table.check()
+        check_books(run.table)
     run.clear()
     (alone,) = run.generate([NEAR])
     assert alone.tokens == dense_greedy(models[0], NEAR.prompt, CONTEXT + 1 - len(NEAR.prompt))

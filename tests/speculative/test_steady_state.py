@@ -16,6 +16,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
 from specattn.speculative.standalone import LMDraft
+from tests.books import check_books
 from tests.churn import COUNTERS, Churn, Dice, Texts, Watch
 from tests.processors import GREEDY, greedy_text
 from tests.tiny import VOCAB, TinyBlockDraft, TinyDraft, TinyTarget
@@ -125,7 +126,7 @@ def check(run: Engine, steps: int, kinds: list[Request]) -> set[int]:
         if kind in greedy:
             assert result.tokens == greedy[kind][: len(result.tokens)]
     churn.drop()
-    run.table.check()
+    check_books(run.table)
     assert torch.cuda.memory_allocated() - held <= 2**20
     return churn.sizes
 

@@ -7,6 +7,7 @@ import torch
 
 from specattn import Engine, Request, SlotTable, SpecConfig
 from specattn.errors import CapacityError
+from tests.books import check_books
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.validation.steps import Failing, same
 from tests.worlds import DEVICE
@@ -45,11 +46,11 @@ def test_the_slot_table_refuses_and_stays_as_it_was(call, error, message):
         call(table, row)
     assert torch.equal(table.req_to_token, before)
     assert (table.num_free_slots, table.committed(row)) == (free, 0)
-    table.check()
+    check_books(table)
     table.commit(row, 9)
     table.free(other)
     table.reserve([row], [33])
-    table.check()
+    check_books(table)
 
 
 def test_an_engine_short_of_slots_says_so_and_goes_on():
@@ -61,7 +62,7 @@ def test_an_engine_short_of_slots_says_so_and_goes_on():
     with pytest.raises(CapacityError, match=r"more pages of 1 KV slots are needed, .* are free"):
         engine.generate([Request(long), Request([9, *long])])
     assert (engine.table.num_free_slots, engine.table.num_free_rows) == (free, 2)
-    engine.table.check()
+    check_books(engine.table)
     (result,) = engine.generate([Request(short, max_new_tokens=9)])
     assert result.tokens == dense_greedy(target, short, 9)
 
@@ -106,7 +107,7 @@ def test_a_call_that_failed_leaves_an_engine_usable(engine, call, at):
     while engine.num_running:  # the very step that failed, again
         engine.step()
     assert result.tokens == dense_greedy(TinyTarget(device=DEVICE), [5, 6, 7], 9)
-    engine.table.check()
+    check_books(engine.table)
     assert engine.table.num_free_rows == 2
 
 
@@ -131,7 +132,7 @@ def test_a_group_that_fails_costs_the_others_no_tokens(engine, monkeypatch):
     assert told == near.tokens == dense_greedy(TinyTarget(device=DEVICE), prompt, len(told))
     assert engine.num_running == len(far.tokens) == 1
     engine.clear()
-    engine.table.check()
+    check_books(engine.table)
     assert engine.table.num_free_rows == 2
 
 

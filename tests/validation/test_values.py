@@ -41,6 +41,7 @@ from specattn.masks import (
     words_from_mask,
 )
 from specattn.plan import AttnInputs
+from tests.books import check_books
 from tests.speculative import stepping
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
@@ -97,7 +98,7 @@ def books(method: str, **given):
         assert one.committed(first) == 9
         raise
     finally:
-        one.check()
+        check_books(one)
 
 
 def engine(**given) -> Engine:
