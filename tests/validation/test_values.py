@@ -28,7 +28,6 @@ from specattn import (
     inspect,
 )
 from specattn.batch import DraftTree, Phase, RowLayout
-from specattn.cache.staging import StagingRing
 from specattn.checks import whole_number
 from specattn.config import KVScales
 from specattn.cuda_graph import GraphRunner
@@ -189,7 +188,6 @@ CALLS = {
             "lens": i32(6, 8, 8),
         },
     ),
-    "StagingRing": (StagingRing, {"size": 4, "device": "cpu", "depth": 2}),
     "BufferSet.bind": (
         AttnInputs.alloc(4, RowLayout(2, 2, Phase.VERIFY), torch.device("cpu")).bind,
         {"batch": 2},
@@ -221,7 +219,6 @@ WHOLE = {
     "Engine": "num_slots",
     "KVPool": "num_slots",
     "ExternalTable": "num_slots page_size block_stride",
-    "StagingRing": "size depth",
     "BufferSet.bind": "batch",
     "qlen_mask": "keys",
     "mask_indptr": "num_draft_tokens",
@@ -335,8 +332,6 @@ RANGES = [
     ("fill", {"block_table": None}, "a tensor, got None"),
     ("fill", {"lens": None}, "a tensor, got None"),
     ("fill", {"lens": i32(6, 8, -8)}, "0 or more, got [6, 8, -8]"),
-    ("StagingRing", {"size": 0}, "at least 1, got 0"),
-    ("StagingRing", {"depth": 0}, "at least 1, got 0"),
     ("BufferSet.bind", {"batch": 5}, "0..4, got 5"),
     ("BufferSet.bind", {"batch": -1}, "0..4, got -1"),
     ("GraphRunner", {"buckets": [0]}, "batch sizes of at least 1, got [0]"),
