@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from numbers import Real
 from operator import index
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
+
+T = TypeVar("T")
 
 _INTS = frozenset([int])
 
@@ -49,6 +51,14 @@ def _index(name: str, value: SupportsIndex) -> int:
     except TypeError:
         pass
     raise ValueError(f"{name} must be a whole number, got {value!r}")
+
+
+def listed(name: str, values: Iterable[T], of: str) -> list[T]:
+    """Return a sequence as a list; one thing by itself is none."""
+    try:
+        return list(values)
+    except TypeError as problem:
+        raise ValueError(f"{name} must be a sequence of {of}, got {values!r}") from problem
 
 
 def number(name: str, value: object) -> float:

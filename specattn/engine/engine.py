@@ -21,7 +21,7 @@ from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.decoders import Decoders
 from specattn.engine.detokenizer import text_functions, text_of
-from specattn.engine.intake import check_request, listed, with_seeds
+from specattn.engine.intake import check_request, with_seeds, with_tokens
 from specattn.engine.metrics import EngineMetrics
 from specattn.engine.prompts import run_prompts
 from specattn.engine.ranks import agree, decide, ranks_of
@@ -516,7 +516,7 @@ class Engine:
 
     def _checked(self, requests: Sequence[Request | str]) -> list[Request]:
         """Return requests that can run, with tokens and seeds."""
-        checked = listed(requests, self._encode)
+        checked = with_tokens(requests, self._encode)
         for request in checked:
             check_request(request, self)
         running = [one.result.tokens for one in self.running]

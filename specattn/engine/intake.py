@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specattn.checks import listed
 from specattn.engine.ranks import decide
 from specattn.engine.request import Request
 from specattn.speculative.logits_processor import check_names
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from specattn.engine.engine import Engine
 
 
-def listed(
+def with_tokens(
     requests: Iterable[Request | str], encode: Callable[[str], list[int]] | None
 ) -> list[Request]:
     """Return requests as a list, with tokens for prompts that are texts.
@@ -34,11 +35,7 @@ def listed(
     """
     if isinstance(requests, Request | str):
         raise ValueError(f"requests must be a sequence of Request, got the one {requests!r}")
-    try:
-        given = list(requests)
-    except TypeError as problem:
-        raise ValueError(f"requests must be a sequence of Request, got {requests!r}") from problem
-    return [_encoded(one, encode) for one in given]
+    return [_encoded(one, encode) for one in listed("requests", requests, "Request")]
 
 
 def _encoded(request: Request | str, encode: Callable[[str], list[int]] | None) -> Request:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from specattn.checks import flag, whole_number
+from specattn.checks import flag, listed, whole_number
 from specattn.speculative.level import Level
 from specattn.speculative.sampling import SamplingParams
 
@@ -69,7 +69,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
-            self._keep_prompt()
+            tokens = listed("prompt", self.prompt, "token ids, or a text")
+            prompt = tuple(whole_number("every prompt token", token) for token in tokens)
+            object.__setattr__(self, "prompt", prompt)
         whole_number("max_new_tokens", self.max_new_tokens)
         if whole_number("min_new_tokens", self.min_new_tokens):
             whole_number("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
@@ -78,9 +80,14 @@ class Request:
         flag("ignore_eos", self.ignore_eos)
         if self.grammar is not None and not callable(self.grammar):
             raise ValueError(f"grammar must make a Grammar when it is called, got {self.grammar!r}")
-        ends = frozenset(whole_number("every stop token", id_) for id_ in self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", ends)
-        self._keep_stop()
+        ends = listed("stop_token_ids", self.stop_token_ids, "tokens")
+        whole = frozenset(whole_number("every stop token", token) for token in ends)
+        object.__setattr__(self, "stop_token_ids", whole)
+        texts = [self.stop] if isinstance(self.stop, str) else listed("stop", self.stop, "texts")
+        object.__setattr__(self, "stop", tuple(texts))
+        for text in texts:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop must be texts that are not empty, got {text!r}")
 
     @property
     def levels(self) -> frozenset[Level]:
@@ -119,26 +126,6 @@ class Request:
     def seeded(self, seed: int) -> Self:
         """Return the request with another seed."""
         return replace(self, sampling=replace(self.sampling, seed=seed))
-
-    def _keep_prompt(self) -> None:
-        try:
-            tokens = iter(self.prompt)
-        except TypeError as problem:
-            raise ValueError(
-                f"prompt must be a sequence of token ids, or a text, got {self.prompt!r}"
-            ) from problem
-        prompt = tuple(whole_number("every prompt token", token) for token in tokens)
-        object.__setattr__(self, "prompt", prompt)
-
-    def _keep_stop(self) -> None:
-        texts = [self.stop] if isinstance(self.stop, str) else self.stop
-        try:
-            object.__setattr__(self, "stop", tuple(texts))
-        except TypeError as problem:
-            raise ValueError(f"stop must be a sequence of texts, got {self.stop!r}") from problem
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop must be texts that are not empty, got {text!r}")
 
 
 @dataclass

@@ -64,6 +64,8 @@ def test_stop_tokens_are_whole_numbers():
     assert Request(PROMPT, stop_token_ids=[5, 5]).stop_token_ids == {5}
     with pytest.raises(ValueError, match="every stop token"):
         Request(PROMPT, stop_token_ids=[1.5])
+    with pytest.raises(ValueError, match="stop_token_ids must be a sequence of tokens, got 5"):
+        Request(PROMPT, stop_token_ids=5)
 
 
 @pytest.mark.parametrize("count", [-1, 21])
