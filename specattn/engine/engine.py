@@ -66,7 +66,6 @@ class LaunchedStep:
     config: SpecConfig
     group: list[RunningRequest]
     pending: PendingStep
-    level: Level
     # seconds, by `time.perf_counter`; None if something else ran since
     launched_at: float | None
 
@@ -195,9 +194,14 @@ class Engine:
         pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
         slots = pages * config.page_size if num_slots is None else num_slots
         self.table = SlotTable(**config.sizes, num_slots=slots, device=target.device)
-        slot = partial(_slot, config, slots, target.device, kv_dtype)
-        slot = partial(slot, backend=backend, deterministic=deterministic)
-        self.target: ModelSlot[TargetModel] = slot(target, scales=kv_scales[0])
+
+        def slot(model: Any, scales: Scales) -> ModelSlot[Any]:
+            """Give a model a pool, and attention over it."""
+            model = for_context(model, config.max_context_len)
+            pool = KVPool(model.layers, slots, target.device, kv_dtype=kv_dtype, scales=scales)
+            return ModelSlot.of(model, pool, backend, deterministic=deterministic)
+
+        self.target: ModelSlot[TargetModel] = slot(target, kv_scales[0])
         _warn_beyond_training(self.target.model, config)
         drafts = drafts if any(one.num_steps for one in self.configs.all) else NoProposer()
         self.proposer = drafts.make(partial(slot, scales=kv_scales[1]))
@@ -610,7 +614,7 @@ class Engine:
             return []
         (step,) = self._steps
         # a grammar has to know these tokens, and what was kept by an error comes alone
-        if step.level is Level.CONSTRAINED or step.launched_at is None:
+        if step.launched_at is None or any(one.grammar is not None for one in step.group):
             return []
         groups = self.scheduler.schedule_ahead(step.config, step.group)
         return [self._launch_group(config, group) for config, group in groups.items()]
@@ -630,7 +634,7 @@ class Engine:
             grammars=[one.grammar for one in group] if level is Level.CONSTRAINED else None,
             trees=self._trees(config, group),
         )
-        return LaunchedStep(config, group, pending, level, began)
+        return LaunchedStep(config, group, pending, began)
 
     def _trees(self, config: SpecConfig, group: list[RunningRequest]) -> list[HostTree] | None:
         """Ask a proposer on the host, rank 0's for all."""
@@ -704,23 +708,6 @@ class Engine:
         for decoder in self._decoders.values():
             decoder.settle()
         self._changing = False
-
-
-def _slot(
-    config: SpecConfig,
-    num_slots: int,
-    device: torch.device,
-    kv_dtype: torch.dtype | None,
-    model: Any,
-    *,
-    scales: Scales,
-    backend: str | BackendFactory,
-    deterministic: bool,
-) -> ModelSlot[Any]:
-    """Give a model a pool, and attention over it."""
-    model = for_context(model, config.max_context_len)
-    pool = KVPool(model.layers, num_slots, device, kv_dtype=kv_dtype, scales=scales)
-    return ModelSlot.of(model, pool, backend, deterministic=deterministic)
 
 
 def _warn_beyond_training(target: TargetModel, config: SpecConfig) -> None:

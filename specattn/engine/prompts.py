@@ -40,7 +40,15 @@ def run_prompts(
     params = [one.request.sampling for one in admitted]
     sampling = SamplingBatch.of(params, device)
     if processors is not None:
-        _admit(admitted, processors)
+        for one in admitted:
+            processors.admit(
+                one.row,
+                one.request.sampling,
+                one.request.prompt,
+                min_new_tokens=one.request.min_new_tokens,
+                end_ids=one.end_ids,
+                bitmask=one.grammar is not None,
+            )
     vocab = prefill.target.model.vocab_size
     out = prefill.run(prompts, sampling, processors, _bitmask(admitted, vocab, device))
     lens = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int32)
@@ -62,17 +70,3 @@ def _bitmask(admitted: Sequence[RunningRequest], vocab: int, device: torch.devic
             last = one.request.prompt[-1:]
             masks[at] = bitmask_of(one.grammar, last, [-1], vocab, pin=False)
     return masks.to(device)
-
-
-def _admit(admitted: Sequence[RunningRequest], processors: ProcessorStates) -> None:
-    """Write what requests ask of their logits."""
-    for one in admitted:
-        request = one.request
-        processors.admit(
-            one.row,
-            request.sampling,
-            request.prompt,
-            min_new_tokens=request.min_new_tokens,
-            end_ids=one.end_ids,
-            bitmask=one.grammar is not None,
-        )

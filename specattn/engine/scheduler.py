@@ -240,16 +240,10 @@ class Scheduler:
     def drop(self, result: RequestOutput) -> None:
         """End a request: free its row, or let it wait no more.
 
-        Parameters
-        ----------
-        result : RequestOutput
-            The request's own.
-
         Raises
         ------
         ValueError
-            If no such request has this result, or its row takes part in a step that is being
-            launched.
+            If no request has this result, or its row takes part in a step that is being launched.
         """
         for one in self.running:
             if one.result is result:
