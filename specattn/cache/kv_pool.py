@@ -129,10 +129,8 @@ class KVPool(ReadOnly):
         if (v is None) != first.latent:
             raise ValueError(f"v must be given unless layers are latent, got latent={first.latent}")
         num_slots = whole_number("num_slots", keys[0].shape[:1].numel(), 1, MAX_SLOTS - 1)
-        slot, kind = (
-            (num_slots, first.num_kv_heads),
-            (first.kv_dtype or first.dtype, keys[0].device),
-        )
+        slot, device = (num_slots, first.num_kv_heads), keys[0].device
+        kind = first.kv_dtype or first.dtype, device
         _check_caches("k", keys, (*slot, first.head_dim), *kind)
         if v is None:
             values, own = _columns(keys, slice(first.v_head_dim)), [*keys]
@@ -349,8 +347,6 @@ def _offsets(k: Caches, v: Caches) -> tuple[Tensor | None, int]:
     Offsets count from the beginning of the first layer's keys, and of its values. Evenly spaced
     layers need none.
     """
-    if isinstance(k, Tensor) and isinstance(v, Tensor):
-        return None, 1
     size = k[0].element_size()
     found = [[cache.data_ptr() - caches[0].data_ptr() for cache in caches] for caches in (k, v)]
     if any(offset % size for offset in chain(*found)):

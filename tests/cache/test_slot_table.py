@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from specattn.cache.slot_table import SlotTable
-from specattn.cache.staging import StagingRing
+from specattn.cache.slot_table import SlotTable, StagingRing
 from specattn.errors import CapacityError
 from tests.books import check_books
 
