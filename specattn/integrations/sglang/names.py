@@ -12,35 +12,27 @@ NAME, ALGORITHM = "specattn", "SPECATTN"
 #: The releases that the tests run with. Those between differ in what the plug-in uses.
 OLD, NEW = (0, 5, 15), (0, 5, 23)
 
-REGISTRY = "sglang.srt.layers.attention.attention_registry"
 LATENT = "sglang.srt.models.deepseek_common.attention_backend_handler"
 ADD_LATENT = "sglang.srt.model_executor.model_runner.add_mla_attention_backend"
-HOOKS = "sglang.srt.plugins.hook_registry.HookRegistry"
-WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
-CREATE = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+SPECULATIVE, MANAGERS = "sglang.srt.speculative", "sglang.srt.managers"
+WORKER = f"{SPECULATIVE}.eagle_worker_v2.EagleDraftWorker"
+STEP_WORKER = f"{SPECULATIVE}.eagle_worker_v2.EAGLEWorkerV2"
+CREATE = f"{SPECULATIVE}.draft_utils.DraftBackendFactory._create_backend"
+SELECT = f"{SPECULATIVE}.spec_utils.select_top_k_tokens"
+EXTEND = f"{SPECULATIVE}.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
 ARGUMENTS = "sglang.srt.arg_groups.speculative_hook._handle_eagle_family"
-EXTEND = (
-    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
-)
 DECODE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 SPEC = "sglang.srt.runtime_context.get_spec"
-SPECULATIVE = "sglang.srt.speculative"
-STEP_WORKER = f"{SPECULATIVE}.eagle_worker_v2.EAGLEWorkerV2"
-MANAGERS, EXECUTOR = "sglang.srt.managers", "sglang.srt.model_executor"
 MAP = f"{MANAGERS}.overlap_utils.FutureMap"
-SELECT = "sglang.srt.speculative.spec_utils.select_top_k_tokens"
 
+# Listed is what would be missed in silence, or not before a request: hooks, methods that are
+# replaced, and what a batch is asked for. What is missing elsewhere ends the start by itself.
 #: What both releases must have, and the parameters that a call or a hook counts on.
 NAMES: dict[str, tuple[str, ...]] = {
-    f"{REGISTRY}.ATTENTION_BACKENDS": (),
-    f"{REGISTRY}.register_attention_backend": ("name",),
-    "sglang.srt.server_args.add_attention_backend_choices": (),
     f"{LATENT}.AttentionBackendRegistry.register": ("backend_name", "handler_func"),
     f"{LATENT}._dispatch_mla_subtype": ("attn", "forward_batch"),
-    f"{HOOKS}.register": (),
-    f"{HOOKS}._patched": (),
-    "sglang.srt.speculative.eagle_utils.TreeMaskMode.QLEN_ONLY": (),
-    "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.translate_loc_from_full_to_swa": (),
+    "sglang.srt.plugins.hook_registry.HookRegistry.register": (),
     EXTEND: ("eagle_worker",),
     CREATE: ("backend_name", "backend_map", "error_template"),
     f"{WORKER}._capture_cuda_graphs": (),
@@ -57,15 +49,15 @@ OF_RELEASE: dict[tuple[int, ...], dict[str, tuple[str, ...]]] = {
     },
     NEW: {
         SPEC: (),
-        "sglang.srt.server_args.add_draft_attention_backend_choices": (),
         "sglang.srt.layers.attention.base_attn_backend.SharedReadEnds.POST_REPLAY": (),
         "sglang.srt.layers.attention.verify_mask.VerifyMask": ("buffer", "mode", "max_bs"),
     },
 }
 #: What both releases must have for the algorithm.
 STEP_NAMES: dict[str, tuple[str, ...]] = {
+    # with all that it imports
+    "specattn.integrations.sglang.worker:SpecAttnWorker": (),
     f"{SPECULATIVE}.spec_info.SpeculativeAlgorithm.register": ("supports_overlap", "spec_class"),
-    f"{SPECULATIVE}.spec_registry.get_spec": ("name",),
     f"{SPECULATIVE}.spec_registry.CustomSpecAlgo.create_worker": ("server_args",),
     f"{SPECULATIVE}.spec_registry.CustomSpecAlgo.handle_server_args": ("server_args",),
     f"{SPECULATIVE}.spec_info.SpeculativeAlgorithm.create_future_map": (
@@ -74,20 +66,12 @@ STEP_NAMES: dict[str, tuple[str, ...]] = {
     ),
     f"{SPECULATIVE}.spec_info.SpeculativeAlgorithm.need_topk": (),
     f"{SPECULATIVE}.spec_info.SpeculativeAlgorithm.carries_draft_hidden_states": (),
-    f"{SPECULATIVE}.spec_info.SpecInput": ("spec_input_type",),
-    f"{SPECULATIVE}.spec_info.SpecInputType.EAGLE_DRAFT": (),
-    STEP_WORKER: ("server_args", "target_worker"),
     f"{STEP_WORKER}.forward_batch_generation": ("batch", "on_publish"),
     f"{STEP_WORKER}.init_attention_backends": (),
     f"{STEP_WORKER}.init_cuda_graphs": (),
     f"{STEP_WORKER}.on_verify_complete_cpu": ("num_correct_drafts_per_req", "batch_size"),
     f"{STEP_WORKER}.spec_v2_attn_backends": (),
     f"{WORKER}.init_attention_backend": (),
-    f"{WORKER}._draft_extend_for_prefill": ("batch", "target_hidden_states", "next_token_ids"),
-    f"{WORKER}.init_lm_head": (),
-    f"{SPECULATIVE}.eagle_info.EagleDraftInput": ("hidden_states", "topk_p", "topk_index"),
-    f"{SPECULATIVE}.eagle_info.EagleDraftExtendInput": ("hidden_states",),
-    f"{SPECULATIVE}.eagle_info.EagleVerifyInput": ("custom_mask", "spec_steps", "draft_token_num"),
     f"{MANAGERS}.utils.GenerationBatchResult": (
         "logits_output",
         "next_token_ids",
@@ -96,13 +80,10 @@ STEP_NAMES: dict[str, tuple[str, ...]] = {
         "next_draft_input",
         "can_run_cuda_graph",
     ),
-    MAP: ("device", "spec_algo", "req_to_token_pool"),
     f"{MAP}.resolve_seq_lens_cpu": ("batch",),
     f"{MAP}._resolve_spec_extras": ("batch",),
     f"{MAP}.publish": ("future_indices", "new_seq_lens"),
     f"{MAP}.stash": ("future_indices", "payload"),
-    f"{MANAGERS}.overlap_utils.RelayPayload.from_draft_input": ("draft_input",),
-    f"{MANAGERS}.schedule_batch.get_alloc_reserve_per_decode": (),
     f"{MANAGERS}.schedule_batch.FINISH_ABORT": ("message", "status_code", "err_type"),
     f"{MANAGERS}.schedule_batch.ScheduleBatch": (
         "req_pool_indices",
@@ -125,51 +106,12 @@ STEP_NAMES: dict[str, tuple[str, ...]] = {
     ),
     f"{MANAGERS}.schedule_batch.ReqLogprob": ("top_logprobs_num", "token_ids_logprob"),
     f"{MANAGERS}.schedule_batch.Req": ("return_logprob", "eos_token_ids", "return_hidden_states"),
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.get_key_buffer": ("layer_id",),
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.get_value_buffer": ("layer_id",),
-    f"{EXECUTOR}.model_runner.ModelRunner.init_cuda_graphs": ("capture_decode_cuda_graph",),
-    f"{EXECUTOR}.model_runner.ModelRunner.sample": ("logits_output", "forward_batch"),
-    f"{EXECUTOR}.runner.get_batch_sizes_to_capture": ("model_runner",),
-    f"{EXECUTOR}.runner.base_cuda_graph_runner.freeze_gc": ("enable_cudagraph_gc",),
-    f"{EXECUTOR}.runner_utils.capture_mode.model_capture_mode": (),
-    f"{EXECUTOR}.cuda_graph_config.check_cuda_graph_backend": ("phase", "backend"),
-    f"{EXECUTOR}.forward_batch_info.ForwardBatch": (
-        "forward_mode",
-        "batch_size",
-        "input_ids",
-        "req_pool_indices",
-        "seq_lens",
-        "out_cache_loc",
-        "seq_lens_sum",
-        "positions",
-        "spec_info",
-        "spec_algorithm",
-        "capture_hidden_mode",
-    ),
-    f"{EXECUTOR}.forward_batch_info.ForwardMode.TARGET_VERIFY": (),
-    f"{EXECUTOR}.forward_batch_info.ForwardMode.DRAFT_EXTEND_V2": (),
-    f"{EXECUTOR}.forward_batch_info.CaptureHiddenMode.FULL": (),
-    f"{EXECUTOR}.forward_context.ForwardContext": ("attn_backend",),
-    f"{EXECUTOR}.forward_context.forward_context": ("ctx",),
-    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward": (
-        "q",
-        "k",
-        "v",
-        "layer",
-        "forward_batch",
-        "save_kv_cache",
-    ),
+    f"{RUNNER}.init_cuda_graphs": ("capture_decode_cuda_graph",),
+    f"{RUNNER}.sample": ("logits_output", "forward_batch"),
     "sglang.srt.layers.logits_processor.LogitsProcessorOutput": (
         "next_token_logits",
-        "hidden_states",
         "next_token_logprobs",
     ),
-    "sglang.srt.layers.dp_attention.set_dp_buffer_len": (),
-    "sglang.srt.layers.dp_attention.set_is_extend_in_batch": (),
-    "sglang.srt.distributed.parallel_state.graph_capture": ("stream",),
-    "sglang.srt.environ.envs.SGLANG_SIMULATE_ACC_LEN": (),
-    "sglang.srt.environ.envs.SGLANG_SIMULATE_ACC_METHOD": (),
-    "sglang.srt.environ.envs.SGLANG_SIMULATE_ACC_TOKEN_MODE": (),
     "sglang.srt.environ.envs.SGLANG_RETURN_ORIGINAL_LOGPROB": (),
 }
 
@@ -214,6 +156,6 @@ def _reason(path: str, takes: tuple[str, ...]) -> str:
     try:
         found = resolve_name(path)
     except (ImportError, AttributeError) as error:
-        return f"SGLang has no {path} ({error})"
+        return f"{path} does not load ({error})"
     missing = set(takes) - set(inspect.signature(found).parameters) if takes else ()
     return f"{path} takes no {', '.join(sorted(missing))}" if missing else ""

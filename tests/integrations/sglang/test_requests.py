@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +96,16 @@ def test_a_missing_name_refuses_the_algorithm_alone(monkeypatch):
     assert names.problems() == []
     with pytest.raises(UnsupportedError, match=r"json\.gone"):
         algorithm().handle_server_args(arguments())
+
+
+def test_a_name_that_steps_import_refuses_the_algorithm_by_name(monkeypatch):
+    from sglang.srt.managers import schedule_batch
+
+    for name in ("worker", "steps"):
+        monkeypatch.delitem(sys.modules, f"specattn.integrations.sglang.{name}", raising=False)
+    monkeypatch.delattr(schedule_batch, "get_alloc_reserve_per_decode")
+    (reason,) = names.step_problems()
+    assert "cannot import name 'get_alloc_reserve_per_decode'" in reason
 
 
 def test_every_method_that_is_replaced_is_in_the_table():
