@@ -153,6 +153,11 @@ def weights_of(model: Any) -> tuple[tuple[int, torch.dtype], ...]:
     return tuple((one.data_ptr(), one.dtype) for one in chain(model.parameters(), model.buffers()))
 
 
+def target_of(model: Any) -> HFTarget:
+    """Return a model as a target, which does not keep it alive."""
+    return HFTarget(weakref.proxy(model), model.name_or_path, probe_layers(model))
+
+
 def features_for(target: HFTarget, draft: Any) -> HFTarget:
     """Return a target that gives what a draft reads."""
     behind = draft.draft if isinstance(draft, LookupFirst) else draft
@@ -184,7 +189,6 @@ def _assistant(model: Any, target: HFTarget, *, is_target: bool) -> Any:
     try:
         if is_target:
             return lm_draft(target, target)
-        layers = probe_layers(model)
-        return lm_draft(HFTarget(weakref.proxy(model), model.name_or_path, layers), target)
+        return lm_draft(target_of(model), target)
     except ModelError as error:
         raise ModelError("assistant_model", f"assistant_model: {error}") from error

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specattn.engine.engine import Engine
-from specattn.integrations.transformers.drafting import features_for, weights_of
-from specattn.models import HFTarget
+from specattn.integrations.transformers.drafting import features_for, target_of, weights_of
+from specattn.kernels.launch import power_of_2
 from specattn.models.interface import INTERFACE, ModelState
-from specattn.models.probe import probe_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from specattn.config import SpecConfig
     from specattn.integrations.transformers.drafting import Drafting
+    from specattn.models import HFTarget
     from specattn.speculative.logits_processor import LogitsProcessor
 
 # The last settings of a model for which pools and graphs are kept.
@@ -119,61 +119,46 @@ class Served:
         weights, spec = weights_of(model), drafting.spec
         if self.target is None or weights != self.weights:
             self.engines.clear()
-            layers = probe_layers(model)
-            self.target = HFTarget(weakref.proxy(model), model.name_or_path, layers)
-            self.weights = weights
+            self.target, self.weights = target_of(model), weights
         key = (*drafting.key, backend, own)
         engine, head = self.engines.pop(key, (None, None))
         limit = max(self.target.max_context_len, length, spec.reserve_len)
         # two steps may be in flight
         context = min(length + 2 * spec.reserve_len, limit)
-        if engine is None or not _holds(engine, rows, context):
+        sizes, have = (context, rows, _slots(spec, rows, context)), _room(engine)
+        if engine is None or any(one < size for one, size in zip(have, sizes, strict=True)):
             head = drafting.load(self.target, model) if head is None else head
             while len(self.engines) >= _ENGINES_PER_MODEL:
                 del self.engines[next(iter(self.engines))]
-            context = min(max(_power_of_two(context), _SHORTEST_CONTEXT), limit)
-            sizes = [context, _power_of_two(rows), _slots(spec, rows, context)]
-            if engine is not None:
-                old = engine.config, engine.table.num_pages * spec.page_size
-                sizes = list(map(max, sizes, (old[0].max_context_len, old[0].max_num_reqs, old[1])))
+            context = min(max(power_of_2(context), _SHORTEST_CONTEXT), limit)
+            sizes = context, power_of_2(rows), _slots(spec, rows, context)
+            context, rows, slots = map(max, sizes, have)
             # its memory is free before the larger one is made
             engine = None
-            engine = _engine(self.target, head, spec, backend, sizes, own)
+            engine = Engine(
+                features_for(self.target, head),
+                head,
+                replace(spec, max_context_len=context, max_num_reqs=rows),
+                backend=backend,
+                num_slots=slots,
+                processors=own,
+            )
         self.engines[key] = engine, head
         return engine
 
 
-def _holds(engine: Engine, rows: int, context: int) -> bool:
-    """Whether an engine has room for so many texts."""
-    config, slots = engine.config, engine.table.num_pages * engine.config.page_size
-    if rows > config.max_num_reqs or context > config.max_context_len:
-        return False
-    return _slots(config, rows, context) <= slots
+def _room(engine: Engine | None) -> tuple[int, int, int]:
+    """Return an engine's context, rows and slots."""
+    if engine is None:
+        return 0, 0, 0
+    config = engine.config
+    slots = engine.table.num_pages * config.page_size
+    return config.max_context_len, config.max_num_reqs, slots
 
 
 def _slots(config: SpecConfig, rows: int, context: int) -> int:
     """Return the slots of texts in whole pages, padding included."""
     return (rows * -(-context // config.page_size) + 1) * config.page_size
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def _engine(
-    target: HFTarget,
-    head: Any,
-    spec: SpecConfig,
-    backend: str,
-    sizes: Sequence[int],
-    own: tuple[LogitsProcessor, ...],
-) -> Engine:
-    """Build an engine of given context length, rows and slots."""
-    context, rows, slots = sizes
-    config = replace(spec, max_context_len=context, max_num_reqs=rows)
-    return Engine(
-        features_for(target, head), head, config, backend=backend, num_slots=slots, processors=own
-    )
 
 
 #: What is kept between calls, by model.
