@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
-from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from specattn.integrations.sglang.requests import refuse, sampling_of, shorten
 from specattn.integrations.sglang.steps import Steps
@@ -23,20 +23,8 @@ if TYPE_CHECKING:
     from specattn.speculative.sampling import SamplingBatch
 
 
-@dataclass
-class Relay(SpecInput):
+class Relay(EagleDraftInput):
     """What SGLang carries from step to step: nothing of ours."""
-
-    bonus_tokens: None = None
-    future_indices: Tensor | None = None
-    topk_p: None = None
-    topk_index: None = None
-    hidden_states: None = None
-    dsa_topk_indices: None = None
-    future_dsa_topk_indices_available: bool = False
-
-    def __post_init__(self) -> None:
-        super().__init__(SpecInputType.EAGLE_DRAFT)
 
     def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
         """Return how many tokens forwards have per request: one."""
