@@ -13,9 +13,11 @@ from specattn.integrations.sglang.layers import Layers
 from specattn.masks import qlen_from_full
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from specattn.attention import BoundLayers, BoundMultiStep
+    from specattn.attention import BoundLayers, BoundMultiStep, Layer
 
 
 class VerifyBuffers(list[Any]):
@@ -29,17 +31,17 @@ class LayerBackend(AttentionBackend):
     ----------
     runner : ModelRunner
         SGLang's.
-    layers : Layers
-        Its layers.
+    layer_of : callable
+        Maps one of its layers to that of the plans.
     """
 
     #: nothing here reads a length on the host
     needs_cpu_seq_lens = False
     forward_metadata: BoundLayers | None = None
 
-    def __init__(self, runner: Any, layers: Layers) -> None:
+    def __init__(self, runner: Any, layer_of: Callable[[Any], Layer]) -> None:
         super().__init__()
-        self.layers = layers
+        self._layer_of, self._latent = layer_of, runner.use_mla_backend
         self.max_context_len = runner.model_config.context_len
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
@@ -55,13 +57,13 @@ class LayerBackend(AttentionBackend):
         **options: Any,
     ) -> Tensor:
         """Store new keys and values if ``save_kv_cache``, and attend."""
-        if any(value is not None for value in options.values()):
-            raise NotImplementedError(f"specattn does not serve {', '.join(sorted(options))}")
+        if asked := [name for name, value in options.items() if value is not None]:
+            raise NotImplementedError(f"specattn does not serve {', '.join(asked)}")
         forward = self.forward_metadata
         assert forward is not None
         if not save_kv_cache:
             k = v = None
-        elif self.layers.latent:
+        elif self._latent:
             v = None
         count, rows = forward.num_tokens, q.shape[0]
         out = None
@@ -70,7 +72,7 @@ class LayerBackend(AttentionBackend):
             out = q.new_empty(rows, layer.tp_q_head_num * layer.v_head_dim)
             out[count:].zero_()
         found = forward.attend(
-            self.layers.of(layer),
+            self._layer_of(layer),
             q[:count].reshape(count, -1),
             _rows(k, count),
             _rows(v, count),
@@ -103,7 +105,8 @@ class SpecAttnBackend(LayerBackend):
     """
 
     def __init__(self, runner: Any) -> None:
-        super().__init__(runner, Layers(runner))
+        self.layers = Layers(runner)
+        super().__init__(runner, self.layers.of)
         # a draft verifies nothing
         self._alloc_mask(0 if runner.is_draft_worker else names.num_draft_tokens(runner))
 
@@ -243,7 +246,7 @@ class SpecAttnDraft(AttentionBackend):
         super().__init__()
         self.topk, self.num_steps = topk, num_steps
         self.layers = Layers(runner)
-        self.attn_backends = [LayerBackend(runner, self.layers) for _ in range(num_steps - 1)]
+        self.attn_backends = [LayerBackend(runner, self.layers.of) for _ in range(num_steps - 1)]
         self._forwards: BoundMultiStep | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

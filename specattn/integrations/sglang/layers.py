@@ -13,6 +13,8 @@ from specattn.errors import UnsupportedError
 from specattn.integrations.sglang.names import ALGORITHM, NAME
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from specattn.attention import Layer
 
 #: Names another backend of specattn, for tests and comparisons.
@@ -91,7 +93,7 @@ def backend_name() -> str:
     return os.environ.get(BACKEND_VARIABLE, "auto")
 
 
-def layer_config(layer: Any, dtype: torch.dtype, *, latent: bool) -> AttnConfig:
+def layer_config(runner: Any, layer: Any) -> AttnConfig:
     """Return the geometry of a layer's heads on this rank."""
     window = layer.sliding_window_size
     return AttnConfig(
@@ -99,17 +101,23 @@ def layer_config(layer: Any, dtype: torch.dtype, *, latent: bool) -> AttnConfig:
         layer.tp_k_head_num,
         layer.qk_head_dim,
         layer.v_head_dim,
-        dtype=dtype,
+        dtype=runner.dtype,
         sm_scale=layer.scaling,
         window_left=-1 if window is None else window,
         logit_cap=layer.logit_cap,
-        latent=latent,
+        latent=runner.use_mla_backend,
     )
 
 
-def kv_scales(layer: Any) -> KVScales:
-    """Return what a layer's stored keys and values are multiplied by."""
-    return KVScales(layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
+def cached(runner: Any, layer: Any) -> tuple[AttnConfig, Tensor, Tensor | None, KVScales | None]:
+    """Return a layer's geometry, its caches, and the scales of float8 ones."""
+    pool, config = runner.token_to_kv_pool, layer_config(runner, layer)
+    keys = pool.get_key_buffer(layer.layer_id)
+    values = None if config.latent else pool.get_value_buffer(layer.layer_id)
+    scales = None
+    if keys.dtype == torch.float8_e4m3fn:
+        scales = KVScales(layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
+    return config, keys, values, scales
 
 
 class Layers:
@@ -127,8 +135,7 @@ class Layers:
     """
 
     def __init__(self, runner: Any) -> None:
-        self.pool, self.page_size = runner.token_to_kv_pool, runner.page_size
-        self.latent, self.dtype = runner.use_mla_backend, runner.dtype
+        self._runner, self.page_size = runner, runner.page_size
         _refuse(refusals(runner))
         self._table = runner.req_to_token_pool.req_to_token
         self._known = attention_layers(runner)
@@ -152,12 +159,9 @@ class Layers:
 
     def _made(self, layer: Any) -> Layer:
         _refuse(layer_refusals(layer))
-        k_cache = self.pool.get_key_buffer(layer.layer_id)
-        config = layer_config(layer, self.dtype, latent=self.latent)
-        scales = kv_scales(layer) if k_cache.dtype == torch.float8_e4m3fn else None
-        v_cache = None if self.latent else self.pool.get_value_buffer(layer.layer_id)
-        windowed = self._window is not None and self.pool.layers_mapping[layer.layer_id][1]
-        return self.attention.layer(config, k_cache, v_cache, scales, windowed=windowed)
+        pool = self._runner.token_to_kv_pool
+        windowed = self._window is not None and pool.layers_mapping[layer.layer_id][1]
+        return self.attention.layer(*cached(self._runner, layer), windowed=windowed)
 
 
 def _window_pool(runner: Any, layers: list[Any]) -> WindowPool | None:

@@ -6,27 +6,23 @@ import logging
 import os
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.speculative.eagle_info import (
-    EagleDraftExtendInput,
-    EagleDraftInput,
-    EagleVerifyInput,
-)
+from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput
 
 from specattn.batch import Phase
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import UnsupportedError
+from specattn.integrations.sglang.backend import LayerBackend
 from specattn.integrations.sglang.fused import fused_head, fused_target
-from specattn.integrations.sglang.layers import attention_layers, kv_scales, layer_config
+from specattn.integrations.sglang.layers import attention_layers, cached, layer_config
 from specattn.integrations.sglang.names import ALGORITHM
 from specattn.speculative.model import DraftOutput, TargetOutput
 
@@ -35,12 +31,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.config import SpecConfig
-    from specattn.speculative.model import Attend, DraftModel, TargetModel
+    from specattn.attention import Layer
+    from specattn.speculative.model import DraftModel, TargetModel
 
 log = logging.getLogger(__name__)
-Fused = TypeVar("Fused")
-Modules = TypeVar("Modules")
 
 #: 0 has SGLang's modules run, for comparisons.
 FUSED_VARIABLE = "SPECATTN_SGLANG_FUSED"
@@ -58,63 +52,9 @@ SELECTS = any(field.name == "select_index" for field in fields(EagleDraftExtendI
 
 def kv_pool(runner: Any) -> KVPool:
     """Return SGLang's pool of a model; nothing is copied."""
-    layers, pool = attention_layers(runner), runner.token_to_kv_pool
-    keys = [pool.get_key_buffer(layer.layer_id) for layer in layers]
-    values = [pool.get_value_buffer(layer.layer_id) for layer in layers]
-    stored = keys[0].dtype == torch.float8_e4m3fn
-    scales = [kv_scales(layer) for layer in layers] if stored else None
-    configs = [layer_config(layer, runner.dtype, latent=False) for layer in layers]
-    return KVPool.from_external(configs, keys, values, scales=scales)
-
-
-class StepAttention(AttentionBackend):
-    """What SGLang's layers call in the forwards of a step.
-
-    Parameters
-    ----------
-    runner : ModelRunner
-        SGLang's, of a target or a draft.
-    """
-
-    needs_cpu_seq_lens = False
-
-    def __init__(self, runner: Any) -> None:
-        super().__init__()
-        self.token_to_kv_pool = runner.token_to_kv_pool
-        self.req_to_token_pool = runner.req_to_token_pool
-        layers = attention_layers(runner)
-        self.index = {layer.layer_id: at for at, layer in enumerate(layers)}
-        self.attend: Attend | None = None
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **options: Any,
-    ) -> Tensor:
-        """Store new keys and values if ``save_kv_cache``, and attend."""
-        if asked := [name for name, value in options.items() if value is not None]:
-            raise NotImplementedError(f"SPECATTN does not serve {', '.join(asked)}")
-        assert self.attend is not None
-        # SGLang's rotation may have stored them, at the slots of the same plan
-        if not save_kv_cache:
-            k = v = None
-        out = self.attend(
-            self.index[layer.layer_id],
-            _heads(q, layer.tp_q_head_num, layer.qk_head_dim),
-            None if k is None else _heads(k, layer.tp_k_head_num, layer.qk_head_dim),
-            None if v is None else _heads(v, layer.tp_k_head_num, layer.v_head_dim),
-        )
-        return out.flatten(1)
-
-
-def _heads(rows: Tensor, count: int, size: int) -> Tensor:
-    """View ``[T, count * size]`` by heads; rows may have a stride."""
-    return rows if rows.dim() == 3 else rows.unflatten(1, (count, size))
+    found = [cached(runner, layer) for layer in attention_layers(runner)]
+    configs, keys, values, scales = zip(*found, strict=True)
+    return KVPool.from_external(configs, keys, values, scales=scales if scales[0] else None)
 
 
 class SGLangModel:
@@ -128,18 +68,24 @@ class SGLangModel:
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.layers = tuple(
-            layer_config(layer, runner.dtype, latent=False) for layer in attention_layers(runner)
-        )
+        layers = attention_layers(runner)
+        self.layers = tuple(layer_config(runner, layer) for layer in layers)
         self.device, self.dtype = torch.device(runner.device), runner.dtype
-        self._attention = StepAttention(runner)
+        self._index = {layer.layer_id: at for at, layer in enumerate(layers)}
+        self._attention = LayerBackend(runner, self._layer_of)
+
+    def _layer_of(self, layer: Any) -> Layer:
+        """Return SGLang's ``layer`` as one of the forward that runs."""
+        forward = self._attention.forward_metadata
+        assert forward is not None
+        return forward.layers[self._index[layer.layer_id]]
 
     def _run(
         self,
         input_ids: Tensor,
         positions: Tensor,
         attend: Any,
-        spec_info: Any,
+        spec_info: Any = None,
         hidden: CaptureHiddenMode = CaptureHiddenMode.FULL,
     ) -> Any:
         """Run SGLang's module; return its `LogitsProcessorOutput`."""
@@ -157,7 +103,7 @@ class SGLangModel:
             spec_algorithm=self.runner.spec_algorithm,
             capture_hidden_mode=hidden,
         )
-        self._attention.attend = attend
+        self._attention.forward_metadata = attend
         with forward_context(ForwardContext(attn_backend=self._attention)):
             return self.runner.model.forward(input_ids, positions, batch)
 
@@ -169,39 +115,19 @@ class SGLangTarget(SGLangModel):
     ----------
     runner : ModelRunner
         SGLang's.
-    config : SpecConfig
-        Depth, branches and nodes.
     """
 
-    def __init__(self, runner: Any, config: SpecConfig) -> None:
+    def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         self.vocab_size: int = runner.model_config.vocab_size
         self.max_context_len: int = runner.model_config.context_len
         self.eos_token_ids = frozenset(runner.model_config.hf_eos_token_id or ())
-        self._tree = {
-            "spec_steps": config.num_steps,
-            "topk": config.topk,
-            "draft_token_num": config.num_draft_tokens,
-        }
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: Any, rows: Tensor | None = None
     ) -> TargetOutput:
         """Run the target; the features are its auxiliary states side by side."""
-        spec_info = EagleVerifyInput(
-            draft_token=input_ids,
-            custom_mask=None,
-            positions=positions,
-            retrieve_index=None,
-            retrieve_next_token=None,
-            retrieve_next_sibling=None,
-            retrieve_cum_len=None,
-            capture_hidden_mode=CaptureHiddenMode.FULL,
-            seq_lens_sum=None,
-            seq_lens_cpu=None,
-            **self._tree,
-        )
-        out = self._run(input_ids, positions, attend, spec_info)
+        out = self._run(input_ids, positions, attend)
         logits = out.next_token_logits
         return TargetOutput(logits if rows is None else logits[rows], out.hidden_states)
 
@@ -259,7 +185,7 @@ class SGLangDraft(SGLangModel):
 
 
 def step_models(
-    target: Any, draft: Any, config: SpecConfig, target_ids: Tensor | None
+    target: Any, draft: Any, target_ids: Tensor | None
 ) -> tuple[TargetModel, DraftModel]:
     """Return a step's models, fused where they can be.
 
@@ -269,12 +195,10 @@ def step_models(
     ----------
     target, draft : ModelRunner
         SGLang's.
-    config : SpecConfig
-        Depth, branches and nodes.
     target_ids : Tensor or None
         ``[Vd]`` int64, the target's token of every token of the head.
     """
-    modules, head = SGLangTarget(target, config), SGLangDraft(draft, target_ids)
+    modules, head = SGLangTarget(target), SGLangDraft(draft, target_ids)
     fuse_target = partial(
         fused_target,
         target.model,
@@ -286,16 +210,16 @@ def step_models(
     return _fused("target", fuse_target, modules), _fused("head", fuse_head, head)
 
 
-def _fused(name: str, fuse: Callable[[], Fused], modules: Modules) -> Fused | Modules:
+def _fused(name: str, fuse: Callable[[], Any], modules: SGLangModel) -> Any:
     """Return a model's fused form, or its modules; log why."""
     why = f"{FUSED_VARIABLE}=0"
     if os.environ.get(FUSED_VARIABLE, "1") != "0":
         try:
-            made = fuse()
+            modules = fuse()
         except UnsupportedError as error:
             why = "; ".join(error.reasons)
         else:
             log.info("%s: the %s's forwards are fused over SGLang's weights", ALGORITHM, name)
-            return made
+            return modules
     log.info("%s: the %s's forwards are SGLang's modules (%s)", ALGORITHM, name, why)
     return modules

@@ -113,7 +113,7 @@ class Steps:
         req_to_token, page = target.req_to_token_pool.req_to_token, target.page_size
         rows, width = req_to_token.shape
         config = SpecConfig(*tree, width, rows - 1, page_size=page)
-        models = step_models(target, draft, config, target_ids)
+        models = step_models(target, draft, target_ids)
         pools = kv_pool(target), kv_pool(draft)
         # SGLang has reserved slots for whatever it decodes
         reserved = torch.full_like(req_to_token[:, 0], width).contiguous()
