@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specattn.integrations.sglang.requests import asked, end_ids, is_processed, params_of
+from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,9 +49,7 @@ class Processed:
     def _write(self, req: Any, row: int, *, wanted: bool) -> None:
         if not wanted:
             self._rows.discard(row)
-            for name in ("kinds", "min_p"):
-                getattr(self.states, name)[row] = 0
-            self.states.logprobs[row] = -1
+            self.states.admit(row, SamplingParams(), ())
             return
         self._rows.add(row)
         params, least = params_of(req), req.sampling_params.min_new_tokens

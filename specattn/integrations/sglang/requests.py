@@ -116,11 +116,7 @@ def asked(req: Any, *, processed: bool) -> list[str]:
     processed : bool
         Whether there are steps that process logits.
     """
-    params = req.sampling_params
-    if params.max_new_tokens is not None and params.max_new_tokens <= 1:
-        # its prompt gives the only token
-        return []
-    found = []
+    params, found = req.sampling_params, []
     if req.return_hidden_states:
         found.append("hidden states")
     if not is_processed(req):
@@ -141,12 +137,28 @@ def asked(req: Any, *, processed: bool) -> list[str]:
 def refuse(reqs: Iterable[Any], *, processed: bool) -> None:
     """End requests that ask for what steps do not do.
 
-    SGLang answers them with HTTP status 400 once their prompt has run.
+    SGLang answers them with HTTP status 400 once their prompt has run. Where that gives the only
+    token, there is no step, and nothing is refused.
     """
     for req in reqs:
-        if found := asked(req, processed=processed):
+        most, found = req.sampling_params.max_new_tokens, asked(req, processed=processed)
+        if found and (most is None or most > 1):
             reason = f"{ALGORITHM} does not serve {', '.join(found)}"
             req.to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")
+
+
+def their_first(reqs: Iterable[Any], *, processed: bool) -> list[int]:
+    """Return the places of requests whose first token SGLang's sampler chooses.
+
+    It scores that token or masks it, or it processes logits as steps do not.
+    """
+    return [
+        at
+        for at, req in enumerate(reqs)
+        if req.return_logprob
+        or req.grammar is not None
+        or (is_processed(req) and asked(req, processed=processed))
+    ]
 
 
 def shorten(reqs: Iterable[Any], longest: int) -> None:

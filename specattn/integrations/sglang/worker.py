@@ -10,7 +10,7 @@ import torch
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
-from specattn.integrations.sglang.requests import refuse, sampling_of, shorten
+from specattn.integrations.sglang.requests import refuse, sampling_of, shorten, their_first
 from specattn.integrations.sglang.steps import Steps
 from specattn.speculative.prefill import first_tokens
 
@@ -50,18 +50,13 @@ class Prompts:
     states : ProcessorStates or None
         What they ask of their logits; None if none of them asks for anything.
     theirs : list of int
-        Places of requests whose first token SGLang's sampler chooses: it scores it, or masks it.
+        Places of requests whose first token SGLang's sampler chooses; see `their_first`.
     """
 
     rows: Tensor
     sampling: SamplingBatch
     states: ProcessorStates | None
     theirs: list[int]
-
-    @property
-    def are_greedy(self) -> bool:
-        """Whether SGLang's sampler does what steps would do."""
-        return self.sampling.greedy and self.states is None
 
 
 class SpecAttnWorker(EAGLEWorkerV2):
@@ -119,9 +114,10 @@ class SpecAttnWorker(EAGLEWorkerV2):
             if processed.among(batch.req_pool_indices_cpu.tolist()):
                 states = processed.states
         sampling = sampling_of(batch, steps.vocab_size, self.target_worker.random_seed)
-        scored = [req.return_logprob or req.grammar is not None for req in batch.reqs]
-        theirs = [at for at, wanted in enumerate(scored) if wanted]
-        self._prompts = Prompts(batch.req_pool_indices.long(), sampling, states, theirs)
+        # without these SGLang's sampler does what steps would do
+        if states is not None or not sampling.greedy:
+            theirs = their_first(batch.reqs, processed=processed is not None)
+            self._prompts = Prompts(batch.req_pool_indices.long(), sampling, states, theirs)
         out = super().forward_batch_generation(batch, *args, **options)
         steps.admit(batch, out, sampling)
         out.next_draft_input = Relay()
@@ -137,10 +133,10 @@ class SpecAttnWorker(EAGLEWorkerV2):
     ) -> Tensor:
         """Draw first tokens as steps draw: by the request's seed.
 
-        SGLang's own choice stays where it scores or masks it.
+        SGLang's own choice stays where only its sampler does what was asked for.
         """
         prompts, self._prompts = self._prompts, None
-        if prompts is None or prompts.are_greedy:
+        if prompts is None:
             return original(logits_output, forward_batch)
         # SGLang's sampler changes them in place
         logits = logits_output.next_token_logits.clone()

@@ -240,3 +240,17 @@ def test_rows_of_processed_requests_are_written_and_cleared():
     admit(request(output_ids=[]))
     assert not processed.among([2])
     assert (states.kinds[2].item(), states.min_p[2].item()) == (0, 0)
+
+
+def test_a_request_of_one_token_may_ask_for_anything():
+    """SGLang's sampler chooses that token, where it alone does what was asked for."""
+    from specattn.integrations.sglang import processed, requests
+
+    biases = {str(token): 1.0 for token in range(600)}
+    asked = [{}, {"logit_bias": biases}, {"min_p": 0.1}, {"grammar": object()}]
+    reqs = [request(new=1, **one) for one in asked]
+    rows = processed.Processed(ProcessorStates.alloc(5, 640, torch.device("cpu")))
+    rows.admit(SimpleNamespace(reqs=reqs, req_pool_indices_cpu=torch.arange(1, 5)))
+    assert [rows.among([row]) for row in range(1, 5)] == [False, False, True, True]
+    assert requests.their_first(reqs, processed=True) == [1, 3]
+    assert requests.their_first(reqs, processed=False) == [1, 2, 3]
