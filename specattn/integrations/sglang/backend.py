@@ -210,7 +210,9 @@ class SpecAttnBackend(LayerBackend):
         return None, 0
 
     def _prompts(self, forward_batch: Any) -> BoundLayers:
-        new, cached = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+        # lists, but for tensors where SGLang 0.5.15 captures prompts
+        new = list(map(int, forward_batch.extend_seq_lens_cpu))
+        cached = map(int, forward_batch.extend_prefix_lens_cpu)
         return self.layers.attention.prompts(
             forward_batch.req_pool_indices,
             forward_batch.extend_prefix_lens,

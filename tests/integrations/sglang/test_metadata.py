@@ -121,14 +121,19 @@ def test_a_forward_takes_two_launches_and_reads_nothing(mode):
     assert metadata(made, batch) == ["copy_in_rows_kernel", "_plan_kernel"]
 
 
-def test_prompts_are_told_how_long_they_are():
+@pytest.mark.parametrize("kind", [list, torch.tensor], ids=["listed", "captured"])
+def test_prompts_are_told_how_long_they_are(kind):
     """Libraries size their work by it, and a context is far longer."""
     world = worlds.fixture(worlds.ForwardMode.EXTEND, PREFIX, 5, 16)
-    made = world.backend
+    made, batch = world.backend, world.forward_batch
+    for name in ("extend_prefix_lens_cpu", "extend_seq_lens_cpu"):
+        setattr(batch, name, kind(getattr(batch, name)))
     made.layers.of(world.actual_module.attn)
-    made.init_forward_metadata_in_graph(world.forward_batch)
+    made.init_forward_metadata_in_graph(batch)
     plan = made.forward_metadata.plan
     assert (plan.max_q_len, plan.max_seq_len) == (5, max(PREFIX) + 5)
+    # SGLang captures prompts with lengths of its own, in tensors
+    assert {type(plan.max_q_len), type(plan.max_seq_len)} == {int}
     assert plan.req_to_token.shape[1] > plan.max_seq_len
 
 
