@@ -6,17 +6,24 @@ import logging
 import os
 import time
 from collections import deque
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.distributed.parallel_state import graph_capture
+from sglang.srt.layers.dp_attention import set_dp_buffer_len, set_is_extend_in_batch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import get_alloc_reserve_per_decode
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+from sglang.srt.model_executor.runner import get_batch_sizes_to_capture
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc
+from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
 from specattn.cache.external import ExternalTable
 from specattn.config import SpecConfig
+from specattn.engine.configs import powers_of_two
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import simulated
 from specattn.integrations.sglang.layers import backend_name, refusals
@@ -37,7 +44,6 @@ from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
     from specattn.speculative.sampling import SamplingBatch
     from specattn.speculative.step_decoder import PendingStep
@@ -129,7 +135,8 @@ class Steps:
             states = ProcessorStates.alloc(rows, self.vocab_size, req_to_token.device)
         self.processed = None if states is None else Processed(states)
         records = _records(target)
-        with torch.no_grad(), _without_collection(target, records):
+        # Python's garbage stays where it is while graphs are captured
+        with torch.no_grad(), freeze_gc(not records or target.server_args.enable_cudagraph_gc):
             self.decoder = StepDecoder(
                 ModelSlot.of(models[0], pools[0], backend_name()),
                 ModelSlot.of(models[1], pools[1], backend_name()),
@@ -229,21 +236,13 @@ class Steps:
             write_logprobs(step, scored, output)
 
     def _log(self, seconds: float, nbytes: int) -> None:
-        graphs = [report for report in self.decoder.report() if report.recorded]
-        buckets = self.decoder.runner.buckets
+        decoder, config = self.decoder, self.decoder.config
+        tree = f"{config.num_steps}-{config.topk}-{config.num_draft_tokens}"
+        graphs = sum(report.recorded for report in decoder.report())
         log.info(
-            "%s: steps %d-%d-%d of up to %d requests, attention %s; "
-            "%d graphs of %d batch sizes in %.1f s, %.0f MiB",
-            ALGORITHM,
-            self.decoder.config.num_steps,
-            self.decoder.config.topk,
-            self.decoder.config.num_draft_tokens,
-            len(self.states.seq_lens) - 1,
-            self.decoder.target.backend.name,
-            len(graphs),
-            len(buckets),
-            seconds,
-            nbytes / MIB,
+            f"{ALGORITHM}: steps {tree} of up to {config.max_num_reqs} requests, "
+            f"attention {decoder.target.backend.name}; {graphs} graphs of "
+            f"{len(decoder.runner.buckets)} batch sizes in {seconds:.1f} s, {nbytes / MIB:.0f} MiB"
         )
 
 
@@ -254,33 +253,15 @@ def _allocated() -> int:
 
 def _records(runner: Any) -> bool:
     """Return whether SGLang's options let decode steps be CUDA graphs."""
-    from sglang.srt.model_executor.cuda_graph_config import (
-        Backend,
-        Phase,
-        check_cuda_graph_backend,
-    )
-
     return runner.device == "cuda" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
 
 
 def _buckets(runner: Any, most: int, records: bool) -> list[int]:
     """Return batch sizes: those that SGLang captures, or few for eager steps."""
     if not records:
-        return [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
-    from sglang.srt.model_executor.runner import get_batch_sizes_to_capture
-
+        return powers_of_two(most)
     sizes, _ = get_batch_sizes_to_capture(runner)
     return [int(size) for size in sizes]
-
-
-def _without_collection(runner: Any, records: bool) -> AbstractContextManager[None]:
-    """Return what keeps Python's garbage where it is while graphs are captured."""
-    if not records:
-        return nullcontext()
-    from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc
-
-    frozen: AbstractContextManager[None] = freeze_gc(runner.server_args.enable_cudagraph_gc)
-    return frozen
 
 
 @contextmanager
@@ -289,10 +270,6 @@ def _capturing(records: bool) -> Iterator[None]:
 
     Its layers read there that nothing is a prompt, and its collectives register buffers.
     """
-    from sglang.srt.distributed.parallel_state import graph_capture
-    from sglang.srt.layers.dp_attention import set_dp_buffer_len, set_is_extend_in_batch
-    from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
-
     set_dp_buffer_len(None, 0, False)
     set_is_extend_in_batch(False)
     if not records:
