@@ -26,8 +26,8 @@ DECODE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGr
 SPEC = "sglang.srt.runtime_context.get_spec"
 MAP = f"{MANAGERS}.overlap_utils.FutureMap"
 
-# Listed is what would be missed in silence, or not before a request: hooks, methods that are
-# replaced, and what a batch is asked for. What is missing elsewhere ends the start by itself.
+# Listed is what would be missed in silence, as hooks and methods that are replaced are, or what few
+# requests need. What is missing elsewhere ends the start, with SGLang's first request, by itself.
 #: What both releases must have, and the parameters that a call or a hook counts on.
 NAMES: dict[str, tuple[str, ...]] = {
     f"{LATENT}.AttentionBackendRegistry.register": ("backend_name", "handler_func"),
@@ -72,46 +72,14 @@ STEP_NAMES: dict[str, tuple[str, ...]] = {
     f"{STEP_WORKER}.on_verify_complete_cpu": ("num_correct_drafts_per_req", "batch_size"),
     f"{STEP_WORKER}.spec_v2_attn_backends": (),
     f"{WORKER}.init_attention_backend": (),
-    f"{MANAGERS}.utils.GenerationBatchResult": (
-        "logits_output",
-        "next_token_ids",
-        "accept_lens",
-        "speculative_num_draft_tokens",
-        "next_draft_input",
-        "can_run_cuda_graph",
-    ),
     f"{MAP}.resolve_seq_lens_cpu": ("batch",),
     f"{MAP}._resolve_spec_extras": ("batch",),
     f"{MAP}.publish": ("future_indices", "new_seq_lens"),
     f"{MAP}.stash": ("future_indices", "payload"),
     f"{MANAGERS}.schedule_batch.FINISH_ABORT": ("message", "status_code", "err_type"),
-    f"{MANAGERS}.schedule_batch.ScheduleBatch": (
-        "req_pool_indices",
-        "req_pool_indices_cpu",
-        "seq_lens",
-        "sampling_info",
-        "reqs",
-        "spec_info",
-        "forward_mode",
-        "is_extend_in_batch",
-        "return_logprob",
-    ),
-    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": (
-        "temperatures",
-        "top_ps",
-        "top_ks",
-        "min_ps",
-        "need_min_p_sampling",
-        "is_all_greedy",
-    ),
     f"{MANAGERS}.schedule_batch.ReqLogprob": ("top_logprobs_num", "token_ids_logprob"),
-    f"{MANAGERS}.schedule_batch.Req": ("return_logprob", "eos_token_ids", "return_hidden_states"),
     f"{RUNNER}.init_cuda_graphs": ("capture_decode_cuda_graph",),
     f"{RUNNER}.sample": ("logits_output", "forward_batch"),
-    "sglang.srt.layers.logits_processor.LogitsProcessorOutput": (
-        "next_token_logits",
-        "next_token_logprobs",
-    ),
     "sglang.srt.environ.envs.SGLANG_RETURN_ORIGINAL_LOGPROB": (),
 }
 
