@@ -198,7 +198,9 @@ def _refuse(model: Any, known: tuple[str, ...], layers: Sequence[AttnConfig]) ->
     if kind not in known:
         found = [f"model {kind} is not one of {', '.join(known)}"]
     else:
-        found = [*_model_reasons(model, len(layers)), *_layer_reasons(model, layers)]
+        found = list(_model_reasons(model, len(layers)))
+        for part, geometry in zip(model.model.layers, layers, strict=False):
+            found += _layer_reasons(part, geometry, model.config)
     if found:
         raise UnsupportedError("fused forwards over SGLang's weights", list(dict.fromkeys(found)))
 
@@ -223,15 +225,8 @@ def _model_reasons(model: Any, count: int) -> Iterator[str]:
         yield "embeddings are scaled (scale_emb)"
 
 
-def _layer_reasons(model: Any, layers: Sequence[AttnConfig]) -> list[str]:
-    """Say what the first odd layer computes that the kernels do not."""
-    for part, geometry in zip(model.model.layers, layers, strict=False):
-        if found := list(_of_layer(part, geometry, model.config)):
-            return found
-    return []
-
-
-def _of_layer(part: Any, geometry: AttnConfig, config: Any) -> Iterator[str]:
+def _layer_reasons(part: Any, geometry: AttnConfig, config: Any) -> Iterator[str]:
+    """Say what a layer computes that the kernels do not."""
     attention, mlp, rotary = part.self_attn, part.mlp, part.self_attn.rotary_emb
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield from _odd(name, getattr(part, name), "RMSNorm")
