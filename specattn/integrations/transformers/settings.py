@@ -33,30 +33,24 @@ from specattn.speculative.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: This library applies the setting, or transformers does before or after it.
-SERVED = "served"
-#: The setting means nothing without beams or a cache of transformers' own, or changes no token.
-IDLE = "idle"
-#: What becomes of every setting of a `GenerationConfig`. A tuple has the values that change
-#: nothing; any other value is refused.
-SETTINGS: dict[str, str | tuple[object, ...]] = {
+#: Which values of a setting of `GenerationConfig` are served; None serves any.
+SETTINGS: dict[str, tuple[object, ...] | None] = {
     # where the keys lie; a quantized cache would change tokens
     "cache_implementation": (
         *("hybrid", "hybrid_chunked", "sliding_window", "offloaded", "offloaded_hybrid"),
         *("static", "offloaded_static", "dynamic", "dynamic_full", None),
     ),
 }
-for _becomes, _names in (
+for _values, _names in (
     (
-        SERVED,
+        None,
+        # this library applies the setting, or transformers does before or after it
         "max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample "
         "temperature top_k top_p min_p repetition_penalty bad_words_ids no_repeat_ngram_size "
         "suppress_tokens begin_suppress_tokens sequence_bias "
         "renormalize_logits num_return_sequences bos_token_id eos_token_id pad_token_id "
-        "return_dict_in_generate prompt_lookup_num_tokens max_matching_ngram_size",
-    ),
-    (
-        IDLE,
+        "return_dict_in_generate prompt_lookup_num_tokens max_matching_ngram_size "
+        # nothing without beams or a cache of transformers' own, or what changes no token
         "early_stopping length_penalty num_assistant_tokens num_assistant_tokens_schedule "
         "assistant_confidence_threshold assistant_lookbehind target_lookbehind "
         "assistant_ensemble_weight speculation_type is_assistant "
@@ -80,7 +74,7 @@ for _becomes, _names in (
         "num_beams num_beam_groups typical_p encoder_repetition_penalty guidance_scale",
     ),
 ):
-    SETTINGS.update(dict.fromkeys(_names.split(), _becomes))
+    SETTINGS.update(dict.fromkeys(_names.split(), _values))
 
 # What transformers' `generate` adds to a model's arguments; only the mask is read.
 _PREPARED = {
@@ -145,7 +139,7 @@ def refuse(
     reasons = []
     for name, allowed in SETTINGS.items():
         value = getattr(config, name, None)
-        if isinstance(allowed, tuple) and value not in allowed:
+        if allowed is not None and value not in allowed:
             reasons.append(f"{name} must be {' or '.join(map(str, allowed))}, got {value!r}")
     new = [name for name in _UNCLASSIFIED if getattr(config, name, None) is not None]
     reasons += [f"{name} is a setting that this version does not know" for name in sorted(new)]
