@@ -93,13 +93,12 @@ _SPELLINGS = dict.fromkeys(("cache", "past_key_values"), "past_key_values (cache
 # What would change the law of tokens, or what an assistant is; without one it means nothing.
 _OF_ASSISTANTS = ("assistant_ensemble_weight", "speculation_type")
 # What is served, in the order in which transformers applies it; the warpers only to draws.
-_WARPERS = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    LogitNormalization,
-)
+_WARPERS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
 _PROCESSORS = (
     SequenceBiasLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -111,6 +110,7 @@ _PROCESSORS = (
     SuppressTokensLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     *_WARPERS,
+    LogitNormalization,
 )
 _UNCLASSIFIED = {name for name in vars(GenerationConfig()) if name[0] != "_"} - SETTINGS.keys()
 
@@ -185,24 +185,18 @@ def _odd_processors(processors: Sequence[Any]) -> list[str]:
 def sampling_of(config: Any, processors: Any) -> SamplingParams:
     """Return how every row draws; without ``do_sample`` the warpers change nothing."""
     found = {type(one): one for one in processors}
-    penalty = found.get(RepetitionPenaltyLogitsProcessor)
-    bad_words = found.get(NoBadWordsLogitsProcessor)
-    temperature, top_k, top_p, min_p, _ = map(found.get, _WARPERS)
     asked: dict[str, Any] = {}
-    if penalty:
+    if penalty := found.get(RepetitionPenaltyLogitsProcessor):
         asked["repetition_penalty"] = penalty.penalty
-    if bad_words:
+    if bad_words := found.get(NoBadWordsLogitsProcessor):
         # but for single end tokens
         asked["bad_words"] = list(bad_words.sequence_bias)
-    if not config.do_sample:
-        return SamplingParams(**asked)
-    return SamplingParams(
-        temperature=temperature.temperature if temperature else 1.0,
-        top_k=top_k.top_k if top_k else 0,
-        top_p=top_p.top_p if top_p else 1.0,
-        min_p=min_p.min_p if min_p else 0.0,
-        **asked,
-    )
+    if config.do_sample:
+        asked["temperature"] = 1.0
+        asked |= {
+            name: getattr(found[kind], name) for kind, name in _WARPERS.items() if kind in found
+        }
+    return SamplingParams(**asked)
 
 
 def min_new_tokens_of(processors: Any, prompt_len: int) -> int:
