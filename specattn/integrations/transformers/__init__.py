@@ -164,11 +164,12 @@ def _decode(
     models = [one for one in (model, drafting.assistant) if one is not None]
     if any(len(set((getattr(one, "hf_device_map", None) or {}).values())) > 1 for one in models):
         raise ModelError("target", "a model on several devices is not served")
-    ends = Ends.of(stopping_criteria, generation_config, input_ids.shape[1])
-    sampling = sampling_of(generation_config, logits_processor)
-    least = min_new_tokens_of(logits_processor, input_ids.shape[1])
+    prompt_len = input_ids.shape[1]
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    own = own_processors(logits_processor, input_ids.shape[1], vocab_size)
+    ends = Ends.of(stopping_criteria, generation_config, prompt_len, vocab_size)
+    sampling = sampling_of(generation_config, logits_processor)
+    least = min_new_tokens_of(logits_processor, prompt_len)
+    own = own_processors(logits_processor, prompt_len, vocab_size)
     sampling = replace(sampling, processors={one.name: given for one, given in own.items()})
     requests = _requests(input_ids, model_kwargs.get("attention_mask"), sampling, ends, least)
     grammars = grammars_of(logits_processor, input_ids, ends.eos)
@@ -285,12 +286,6 @@ class _Columns:
 
 def _run(engine: Engine, requests: Sequence[Request], columns: _Columns) -> Tensor:
     """Decode until all rows have ended; what runs then is dropped."""
-    # settings name end tokens that some models cannot write
-    known = range(engine.target.model.vocab_size)
-    requests = [
-        replace(one, stop_token_ids=[id_ for id_ in one.stop_token_ids if id_ in known])
-        for one in requests
-    ]
     try:
         return _run_columns(engine, requests, columns)
     finally:

@@ -232,7 +232,7 @@ class Ends:
     pad: int | None
 
     @classmethod
-    def of(cls, criteria: Sequence[Any], config: Any, prompt_len: int) -> Self:
+    def of(cls, criteria: Sequence[Any], config: Any, prompt_len: int, vocab_size: int) -> Self:
         """Sort the stopping criteria of a call.
 
         Raises
@@ -254,7 +254,8 @@ class Ends:
         return cls(
             # transformers looks at a row's length once it has a new token
             max(min(lengths, default=config.max_length), prompt_len + 1),
-            frozenset(chain.from_iterable(eos)),
+            # settings name end tokens that some models cannot write
+            frozenset(chain.from_iterable(eos)).intersection(range(vocab_size)),
             StoppingCriteriaList(one for one in criteria if type(one) not in own),
             pad,
         )
