@@ -21,12 +21,7 @@ from specattn.errors import ModelError, SpecAttnError, UnsupportedError
 from specattn.integrations.transformers.drafting import Drafting
 from specattn.integrations.transformers.processors import grammars_of, own_processors
 from specattn.integrations.transformers.serving import SERVED, borrowed
-from specattn.integrations.transformers.settings import (
-    Ends,
-    min_new_tokens_of,
-    refuse,
-    sampling_of,
-)
+from specattn.integrations.transformers.settings import Ends, min_new_tokens_of, refuse, sampling_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,13 +16,7 @@ from specattn.checks import whole_number
 from specattn.config import SpecConfig
 from specattn.errors import ModelError
 from specattn.kernels.lookup import MAX_NGRAM
-from specattn.models import (
-    DFlashHead,
-    Eagle3Head,
-    EagleHead,
-    HFTarget,
-    load_draft,
-)
+from specattn.models import DFlashHead, Eagle3Head, EagleHead, HFTarget, load_draft
 from specattn.models.draft import lm_draft
 from specattn.models.hub import PAIR
 from specattn.models.probe import probe_layers
