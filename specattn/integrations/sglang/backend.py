@@ -156,7 +156,7 @@ class SpecAttnBackend(LayerBackend):
         """Make what a capture needs; copy a mask that SGLang wrote elsewhere."""
         if forward_batch.forward_mode.is_idle():
             return
-        layout, _ = self._layout(forward_batch)
+        layout = self._layout(forward_batch)
         if layout is None:
             return
         self.forward_metadata = self.layers.attention.forward(layout, forward_batch.batch_size)
@@ -174,7 +174,7 @@ class SpecAttnBackend(LayerBackend):
         """Copy the forward in and fill all plans, in two launches."""
         if forward_batch.forward_mode.is_idle():
             return
-        layout, counted = self._layout(forward_batch)
+        layout = self._layout(forward_batch)
         if layout is None:
             self.forward_metadata = self._prompts(forward_batch)
             return
@@ -187,27 +187,25 @@ class SpecAttnBackend(LayerBackend):
             batch.out_cache_loc[:tokens],
             batch.positions[:tokens],
             None if layout.causal else self._mask,
-            counted=counted,
+            # lengths count new tokens, but those of a tree
+            counted=0 if layout.phase is Phase.VERIFY else layout.q_len,
         )
 
-    def _layout(self, forward_batch: Any) -> tuple[RowLayout | None, int]:
-        """Return a forward's layout, and how many new tokens its lengths count.
-
-        Prompts have none: their requests differ in rows.
-        """
+    def _layout(self, forward_batch: Any) -> RowLayout | None:
+        """Return a forward's layout; prompts have none, whose requests differ in rows."""
         mode, page = forward_batch.forward_mode, self.layers.page_size
         if mode.is_decode():
-            return RowLayout(1, 1, Phase.DECODE, True, page), 1
+            return RowLayout(1, 1, Phase.DECODE, True, page)
         if mode.is_target_verify():
             spec = forward_batch.spec_info
             n = spec.draft_token_num
             # masks of n-gram trees are trees whatever topk says; they have none
             chain = spec.custom_mask is None or getattr(spec, "topk", 0) == 1
-            return RowLayout(n, n, Phase.VERIFY, chain, page), 0
+            return RowLayout(n, n, Phase.VERIFY, chain, page)
         if mode.is_draft_extend_v2():
             n = forward_batch.input_ids.numel() // forward_batch.batch_size
-            return RowLayout(n, n, Phase.PREFILL, True, page), n
-        return None, 0
+            return RowLayout(n, n, Phase.PREFILL, True, page)
+        return None
 
     def _prompts(self, forward_batch: Any) -> BoundLayers:
         # lists, but for tensors where SGLang 0.5.15 captures prompts
