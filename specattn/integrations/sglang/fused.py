@@ -129,6 +129,8 @@ def fused_head(
     width = inner.fc.in_features
     # SGLang's head neither norms nor mixes what has its own width
     mixes = width != len(layer.hidden_norm.weight)
+    whole = getattr(inner, "input_norm", None)
+    norms = (inner.fc_norm or ()) if whole is None else (whole,)
     head = Eagle3Head(
         embed_tokens=nn.Embedding.from_pretrained(inner.embed_tokens.weight),
         lm_head=as_linear(_vocabulary(model)),
@@ -141,19 +143,11 @@ def fused_head(
         target_ids=target_ids,
         hidden_norm=layer.hidden_norm.weight,
         norm=inner.norm.weight,
-        feature_norms=_feature_norms(inner) if mixes else (),
+        feature_norms=tuple(norm.weight for norm in norms) if mixes else (),
         norm_output=inner.norm_output,
     )
     ready(head.norm.device)
     return head
-
-
-def _feature_norms(inner: Any) -> tuple[Tensor, ...]:
-    """Return the norms of a head's features before they are mixed."""
-    whole = getattr(inner, "input_norm", None)
-    return (
-        tuple(norm.weight for norm in (inner.fc_norm or ())) if whole is None else (whole.weight,)
-    )
 
 
 def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block, ...]:
