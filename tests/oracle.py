@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import torch
 
 from specattn.testing.cases import (
-    make_csr_case,
+    Form,
+    drawn,
+    list_args,
     make_extend_case,
     make_lists_case,
     make_tree_case,
     make_words,
+    owned_slots,
 )
 from specattn.testing.oracle import (
     NAN,
@@ -17,7 +23,6 @@ from specattn.testing.oracle import (
     Case,
     Tolerances,
     check,
-    tree_lists,
 )
 
 __all__ = [
@@ -34,7 +39,6 @@ __all__ = [
     "oracle_extend",
     "oracle_tree",
     "tolerances_of",
-    "tree_lists",
 ]
 
 # FlashInfer's FA2 kernels sum weights that are rounded already, see docs/numerics.md
@@ -43,6 +47,14 @@ _ROUNDED_SUMS = ("flashinfer", "flashinfer_mla")
 
 # a case knows its kind
 oracle_tree = oracle_extend = oracle_csr = Case.expected
+
+
+def make_csr_case(lengths: list[int], **form: Any) -> Case:
+    """Build a random batch of index lists of ``lengths``, one query token each."""
+    look = Form(**form)
+    owned, slots = owned_slots(lengths, look, random.Random(look.seed))
+    args = list_args(owned, slots - 1, 0, "cpu")
+    return drawn("lists", args, look, slots=slots, prefix_lens=lengths, live=len(lengths))
 
 
 def tolerances_of(name: str, dtype: torch.dtype = torch.bfloat16) -> Tolerances:

@@ -3,11 +3,11 @@
 Needs torch; the pytest side is in `specattn.testing.plugin`. See docs/conformance.md.
 """
 
+from specattn.testing.cases import Geometry
 from specattn.testing.kit import Check, Level, conformance
 from specattn.testing.oracle import Case, ConformanceError, Tolerances
 from specattn.testing.processors import processor_conformance
 from specattn.testing.proposers import proposer_conformance
-from specattn.testing.setting import Geometry
 
 __all__ = [
     "Case",

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from specattn.batch import Phase, RowLayout
-from specattn.testing.oracle import NAN, Case, tree_lists, visible_slots
+from specattn.testing.oracle import NAN, Case, visible_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Set
+
+# what a case says of itself as its form does
+_SAME = ("window_left", "logit_cap", "latent", "page_size", "kv_scales", "deterministic")
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a case looks like, whatever its kind.
+class Geometry:
+    """The layer, and the pages, that checks use unless they sweep them.
 
     Parameters
     ----------
@@ -23,9 +29,31 @@ class Form:
         Query and KV heads.
     head_dim, v_head_dim : int
         Widths; ``v_head_dim`` 0 means ``head_dim``.
+    latent : bool
+        Whether values are the first ``v_head_dim`` columns of the keys: absorbed latent attention,
+        with one KV head, whatever ``heads`` says.
+    page_size : int
+        Slots of a page; as many as the backend needs if 0.
+    """
+
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 64
+    v_head_dim: int = 0
+    latent: bool = False
+    page_size: int = 0
+
+
+@dataclass(frozen=True)
+class Form(Geometry):
+    """What a case looks like, whatever its kind.
+
+    Parameters
+    ----------
+    heads, head_dim, v_head_dim, latent
+        As in `Geometry`.
     dtype : torch.dtype
         Of q, k, v and out.
-    window_left, logit_cap, latent, deterministic
+    window_left, logit_cap, deterministic
         As in `specattn.config.AttnConfig`.
     scale : float
         Factor on the usual ``head_dim ** -0.5``.
@@ -49,9 +77,7 @@ class Form:
         Where the tensors live, and what they are drawn from.
     """
 
-    heads: tuple[int, int] = (4, 2)
     head_dim: int = 32
-    v_head_dim: int = 0
     dtype: torch.dtype = torch.float32
     window_left: int = -1
     logit_cap: float = 0.0
@@ -59,7 +85,6 @@ class Form:
     page_size: int = 1
     slots: int = 0
     pool_pad: int = 0
-    latent: bool = False
     evict: bool = True
     whole_pages: bool = False
     deterministic: bool = False
@@ -123,7 +148,7 @@ def _words(rows: list[int], tail_len: int) -> list[list[int]]:
     return [[x - (1 << 64) if x >> 63 else x for x in row] for row in words]
 
 
-def _own(lengths: list[int], form: Form, rng: random.Random) -> tuple[list[list[int]], int]:
+def owned_slots(lengths: list[int], form: Form, rng: random.Random) -> tuple[list[list[int]], int]:
     """Return every request's slots, by shuffled pages, and how many there are.
 
     The first page is padding's; the last is nobody's, so that its slots always hold NaN.
@@ -140,66 +165,54 @@ def _own(lengths: list[int], form: Form, rng: random.Random) -> tuple[list[list[
     return owned, pages * page
 
 
-def _used(case: Case, form: Form) -> set[int]:
-    """Return the slots of keys that some query sees (without eviction: saw)."""
-    seen = case if form.evict else replace(case, window_left=-1)
-    used = {slot for row in visible_slots(seen) for slot in row}
+def _pool(used: set[int], slots: int, dim: int, form: Form) -> Tensor:
+    """Return a pool with NaN in unused slots and columns."""
+    heads = 1 if form.latent else form.heads[1]
+    pool = torch.full((slots, heads, dim + form.pool_pad), NAN)
+    pool[sorted(used), :, :dim] = torch.randn(len(used), heads, dim)
+    return pool.to(form.kv_dtype or form.dtype)[..., :dim].to(form.device)
+
+
+def drawn(
+    kind: Literal["tree", "lists", "extend"],
+    args: dict[str, Any],
+    form: Form,
+    *,
+    slots: int,
+    written: Set[int] = frozenset(),
+    **about: Any,
+) -> Case:
+    """Draw queries, pools and sinks around a plan's fields.
+
+    Pools have ``slots``, of which those that are ``written`` hold numbers though no query sees
+    them; the rest of the case is ``about``.
+    """
+    seen = visible_slots(kind, args, form.window_left if form.evict else -1)
+    used = {slot for row in seen for slot in row}
     if form.whole_pages:
         pages = {slot // form.page_size for slot in used}
         used = {page * form.page_size + at for page in pages for at in range(form.page_size)}
-    return used
-
-
-def _pool(used: set[int], slots: int, dim: int, form: Form) -> Tensor:
-    """Return a pool with NaN in unused slots and columns."""
-    pool = torch.full((slots, form.heads[1], dim + form.pool_pad), NAN)
-    pool[sorted(used), :, :dim] = torch.randn(len(used), form.heads[1], dim)
-    return pool.to(form.kv_dtype or form.dtype)[..., :dim]
-
-
-def _case(args: dict[str, Any], form: Form, **about: Any) -> Case:
-    """Return a case without pools, queries and outputs."""
-    none = torch.empty(0)
-    return Case(
-        none,
-        none,
-        none,
-        none,
-        none,
-        args,
-        form.scale * form.head_dim**-0.5,
-        form.window_left,
-        form.logit_cap,
-        form.latent,
-        page_size=form.page_size,
-        kv_scales=form.kv_scales,
-        deterministic=form.deterministic,
-        **about,
-    )
-
-
-def _finish(case: Case, used: set[int], slots: int, rows: int, form: Form) -> Case:
-    """Draw queries and pools, and move everything to the device."""
-    width = form.v_head_dim or form.head_dim
-    case.q = torch.randn(rows, form.heads[0], form.head_dim).to(form.dtype)
-    case.k_cache = case.v_cache = _pool(used, slots, form.head_dim, form)
-    if not form.latent:
-        case.v_cache = _pool(used, slots, width, form)
-    case.out = torch.empty(rows, form.heads[0], width, dtype=form.dtype)
-    case.lse = torch.empty(rows, form.heads[0])
+    used |= written
+    width, rows, device = form.v_head_dim or form.head_dim, len(seen), form.device
+    q = torch.randn(rows, form.heads[0], form.head_dim).to(form.dtype).to(device)
+    k_cache = _pool(used, slots, form.head_dim, form)
+    v_cache = k_cache[..., :width] if form.latent else _pool(used, slots, width, form)
     if form.sinks is not None:
         # some below all logits, some above
-        case.sinks = (4 * torch.randn(form.heads[0])).to(form.sinks)
+        about["sinks"] = (4 * torch.randn(form.heads[0])).to(form.sinks).to(device)
+    case = Case(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        out=q.new_empty(rows, form.heads[0], width),
+        lse=torch.empty(rows, form.heads[0], device=device),
+        args={n: t.to(device) if isinstance(t, Tensor) else t for n, t in args.items()},
+        sm_scale=form.scale * form.head_dim**-0.5,
+        kind=kind,
+        **{name: getattr(form, name) for name in _SAME},
+        **about,
+    )
     case.clear()
-    for name in ("q", "k_cache", "v_cache", "out", "lse", "out_slots", "sinks"):
-        tensor = getattr(case, name)
-        setattr(case, name, None if tensor is None else tensor.to(form.device))
-    if form.latent:
-        case.v_cache = case.k_cache[..., :width]
-    case.args = {
-        name: value.to(form.device) if isinstance(value, Tensor) else value
-        for name, value in case.args.items()
-    }
     return case
 
 
@@ -233,20 +246,21 @@ def make_tree_case(
     """
     look, tail = Form(**form), q_len if tail_len is None else tail_len
     args, slots = _tree(lengths, mode, (q_len, tail), pads, width, look)
-    case = _case(
+    # a tail key stays readable though no query sees it: its owner has written it
+    written = set(args["tail_slots"].flatten().tolist())
+    if pads:  # page 0 is padding's, and begins as zeros
+        written |= set(range(look.page_size))
+    return drawn(
+        "tree",
         args,
         look,
+        slots=slots,
+        written=written,
         layout=RowLayout(q_len, tail, phase, mode == "chain", look.page_size),
         prefix_lens=lengths + [0] * pads,
         live=len(lengths) * q_len,
-        out_slots=args["tail_slots"][:, tail - q_len :],
+        out_slots=args["tail_slots"][:, tail - q_len :].to(look.device),
     )
-    # a tail key stays readable though no query sees it: its owner has written it
-    used = _used(case, look)
-    used |= set(args["tail_slots"].flatten().tolist())
-    if pads:  # page 0 is padding's, and begins as zeros
-        used |= set(range(look.page_size))
-    return _finish(case, used, slots, (len(lengths) + pads) * q_len, look)
 
 
 def share_prefixes(case: Case, groups: list[tuple[list[int], int]]) -> Case:
@@ -280,7 +294,7 @@ def _tree(
     """Return an `AttnPlan`'s fields without layout, and the slot count."""
     rng, (q_len, tail) = random.Random(form.seed), sizes
     batch, width = len(lengths) + pads, width or max(lengths, default=0) + tail + 5
-    owned, slots = _own([n + tail for n in lengths], form, rng)
+    owned, slots = owned_slots([n + tail for n in lengths], form, rng)
     # table row 0 belongs to padding; the others in random order
     rows = rng.sample(range(1, batch + 1), len(lengths)) + [0] * pads
     table = torch.full((batch + 1, width), slots - 1, dtype=torch.int32)
@@ -333,7 +347,7 @@ def make_extend_case(lengths: list[tuple[int, int]], **form: Any) -> Case:
     look = Form(**form)
     rng = random.Random(look.seed)
     totals = [prefix + new for prefix, new in lengths]
-    owned, slots = _own(totals, look, rng)
+    owned, slots = owned_slots(totals, look, rng)
     rows = rng.sample(range(1, len(lengths) + 1), len(lengths))
     table = torch.full((len(lengths) + 1, max(totals) + 3), slots - 1, dtype=torch.int32)
     for b, total in enumerate(totals):
@@ -351,37 +365,15 @@ def make_extend_case(lengths: list[tuple[int, int]], **form: Any) -> Case:
         "req_to_token": table,
         "max_q_len": int(news.max()),
     }
-    case = _case(
+    return drawn(
+        "extend",
         args,
         look,
-        kind="extend",
+        slots=slots,
         prefix_lens=[p for p, _ in lengths],
         live=int(news.sum()),
-        out_slots=torch.tensor(written, dtype=torch.int32)[None],
+        out_slots=torch.tensor(written, dtype=torch.int32, device=look.device)[None],
     )
-    return _finish(case, _used(case, look), slots, int(news.sum()), look)
-
-
-def make_csr_case(lengths: list[int], **form: Any) -> Case:
-    """Build a random batch of index lists, one query token each.
-
-    Parameters
-    ----------
-    lengths : list of int
-        Keys of every list.
-    **form
-        The fields of `Form`.
-    """
-    look = Form(**form)
-    owned, slots = _own(lengths, look, random.Random(look.seed))
-    case = _case(
-        _csr(owned, slots - 1, sum(lengths) + 3),
-        look,
-        kind="lists",
-        prefix_lens=lengths,
-        live=len(lengths),
-    )
-    return _finish(case, _used(case, look), slots, len(lengths), look)
 
 
 def make_lists_case(
@@ -404,32 +396,31 @@ def make_lists_case(
     pads : int
         Padding requests at the end; their branches list slot 0.
     width : int
-        Entries of ``kv_indices``; a few more than needed if 0.
+        Entries of ``kv_indices`` per list; a few more than needed if 0.
     **form
         The fields of `Form`.
     """
-    tree = make_tree_case(
-        lengths,
-        mode="draft" if topk > 1 else "chain",
-        q_len=topk,
-        tail_len=topk * (step + 1),
-        pads=pads,
-        phase=Phase.DRAFT,
-        **form,
-    )
-    lists = tree_lists(replace(tree, window_left=-1))[: tree.live] + [[0] * (step + 1)] * (
-        pads * topk
-    )
-    stale = len(tree.k_cache) - 1
-    args = _csr(lists, stale, width or sum(map(len, lists)) + 3)
-    device = tree.q.device
-    return replace(tree, kind="lists", args={n: t.to(device) for n, t in args.items()})
+    tree = make_tree_case(lengths, **draft_step(topk, step), pads=pads, **form)
+    lists = visible_slots("tree", tree.args)[: tree.live]
+    lists += [[0] * (step + 1)] * (pads * topk)
+    args = list_args(lists, len(tree.k_cache) - 1, width * len(lists), tree.q.device)
+    return replace(tree, kind="lists", args=args)
 
 
-def _csr(lists: list[list[int]], stale: int, width: int) -> dict[str, Tensor]:
-    """Return ``kv_indptr`` and ``kv_indices`` of lists; later entries are stale."""
-    indptr = torch.zeros(len(lists) + 1, dtype=torch.int32)
-    indptr[1:] = torch.tensor([len(row) for row in lists]).cumsum(0)
+def draft_step(topk: int, step: int) -> dict[str, Any]:
+    """Return the options that make a tree case draft step ``step``."""
+    mode, tail_len = "draft" if topk > 1 else "chain", topk * (step + 1)
+    return {"mode": mode, "q_len": topk, "tail_len": tail_len, "phase": Phase.DRAFT}
+
+
+def list_args(
+    lists: list[list[int]], stale: int, width: int, device: torch.device | str
+) -> dict[str, Tensor]:
+    """Return ``kv_indptr`` and ``kv_indices`` of lists; later entries are stale.
+
+    There are ``width`` entries, or, if 0, three more than needed.
+    """
     flat = [slot for row in lists for slot in row]
-    indices = torch.tensor(flat + [stale] * (width - len(flat)), dtype=torch.int32)
-    return {"kv_indptr": indptr, "kv_indices": indices}
+    flat += [stale] * (width - len(flat) if width else 3)
+    indptr = torch.tensor([0, *map(len, lists)]).cumsum(0).int()
+    return {"kv_indptr": indptr.to(device), "kv_indices": torch.tensor(flat).int().to(device)}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from specattn.batch import Phase, RowLayout
-from specattn.testing.oracle import Case, ConformanceError, tree_lists
+from specattn.testing.cases import list_args
+from specattn.testing.oracle import Case, require, visible_slots
 
 if TYPE_CHECKING:
     from specattn.backends.base import AttentionBackend
@@ -99,21 +100,18 @@ def as_decode(case: Case, rows: list[int], seed: int = 0) -> Case:
 def as_lists(case: Case, rows: list[int]) -> Case:
     """Spell query tokens of a tree case out as index lists."""
     lists, case = _paths(case, rows)
-    ends = torch.tensor([0, *map(len, lists)]).cumsum(0).int()
-    flat = torch.tensor([slot for slots in lists for slot in slots]).int().to(case.q.device)
-    ends = ends.to(case.q.device)
     return replace(
         case,
         kind="lists",
-        args={"kv_indptr": ends, "kv_indices": flat},
+        args=list_args(lists, len(case.k_cache) - 1, 0, case.q.device),
         layout=RowLayout(1, 1, Phase.DRAFT, causal=True),
-        out_slots=flat[ends[1:].long() - 1, None],
+        out_slots=torch.tensor([slots[-1:] for slots in lists]).int().to(case.q.device),
     )
 
 
 def _paths(case: Case, rows: list[int]) -> tuple[list[list[int]], Case]:
     """Return what query tokens see without windows, and their rows' case."""
-    lists = tree_lists(replace(case, window_left=-1))
+    lists = visible_slots("tree", case.args)
     return [lists[row] for row in rows], case.of_rows(rows)
 
 
@@ -184,7 +182,7 @@ def same_prompts(setting: Setting, mode: Mode, **form: Any) -> None:
 
 def _bits(setting: Setting, backend: AttentionBackend, case: Case) -> list[Tensor]:
     session = setting.session(case, backend)
-    session.forward(None, "deterministic")
+    session.forward()
     live = session.live
     return [live.out[: live.live], live.lse[: live.live]][: 1 + session.lse]
 
@@ -192,7 +190,5 @@ def _bits(setting: Setting, backend: AttentionBackend, case: Case) -> list[Tenso
 def _compare(wanted: list[Tensor], found: list[Tensor], what: str) -> None:
     for want, got in zip(wanted, found, strict=True):
         off = (want != got).flatten(1).any(1)
-        if off.any():
-            raise ConformanceError(
-                "deterministic", f"{int(off.sum())} of {len(off)} rows have other bits as {what}"
-            )
+        said = f"{int(off.sum())} of {len(off)} rows have other bits as {what}"
+        require(not off.any(), said)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specattn.batch import Phase
 from specattn.errors import UnsupportedError
 from specattn.testing.oracle import ConformanceError
-from specattn.testing.setting import MODES, Mode
+from specattn.testing.setting import MODES, Mode, draft
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from specattn.backends.base import Capabilities
     from specattn.testing.setting import Setting
@@ -35,111 +35,83 @@ NEEDS = {
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """One forward of a mode, from a level on.
+class Rule:
+    """A check of whatever backend declares what it needs.
 
     Parameters
     ----------
     name : str
-        ``"mode-option"``.
+        Of the check, e.g. ``"mode-option"``.
     broken : str
         The property to blame.
-    mode : Mode
-        What runs.
+    body : callable
+        Takes the `Setting`.
     level : int
         From which level on: 0 is smoke, 1 quick and 2 full.
     needs : tuple of str
-        Capabilities it takes, the mode's included.
-    lengths : list of int
-        Prefix length of every request.
-    options : dict
-        Of `Setting.case`.
+        Capabilities it takes, and ``"cuda"``, ``"validates"`` or ``"evicts"``.
     """
 
     name: str
     broken: str
-    mode: Mode
+    body: Callable[[Setting], None]
     level: int = QUICK
     needs: tuple[str, ...] = ()
-    lengths: list[int] = field(default_factory=lambda: LENGTHS)
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __call__(self, setting: Setting) -> None:
-        """Run it."""
-        self.run(setting, self.options)
-
-    def run(self, setting: Setting, options: dict[str, Any], *, lse: bool | None = None) -> None:
-        """Run it with these options; ``lse`` is that of `Session.forward`."""
-        case = setting.case(self.mode, self.lengths, **options)
-        try:
-            setting.session(case).forward(None, self.broken, lse=lse)
-        except ConformanceError as error:
-            # what is evicted is no option of the layer
-            said = [f"{name} {value}" for name, value in options.items() if name != "evict"]
-            said += ["no lse"] if lse is False else []
-            detail = ", ".join([error.detail, *said])
-            raise ConformanceError(error.broken, detail) from error
 
 
-class WithoutLse(Scenario):
-    """The same, and no lse is asked for."""
+def forward(
+    setting: Setting, mode: Mode, lengths: list[int], options: dict[str, Any], *, lse: bool = True
+) -> None:
+    """Hold one forward to the oracle; an error says the options."""
+    case = setting.case(mode, lengths, **options)
+    try:
+        setting.session(case, lse=lse).forward()
+    except ConformanceError as error:
+        # what is evicted is no option of the layer
+        said = [f"{name} {value}" for name, value in options.items() if name != "evict"]
+        said += [] if lse else ["no lse"]
+        raise ConformanceError(error.broken, ", ".join([error.detail, *said])) from error
 
-    def __call__(self, setting: Setting) -> None:
-        """Run it."""
-        self.run(setting, self.options, lse=False)
 
-
-class OddWidths(Scenario):
+def odd_widths(setting: Setting, mode: Mode, lengths: list[int], options: dict[str, Any]) -> None:
     """Values are wider than keys, unless the backend refuses that."""
-
-    def __call__(self, setting: Setting) -> None:
-        """Run it."""
-        try:
-            self.run(setting, {"head_dim": 48, "v_head_dim": 64, **self.options})
-        except UnsupportedError:
-            self.run(setting, self.options)
+    try:
+        forward(setting, mode, lengths, {"head_dim": 48, "v_head_dim": 64, **options})
+    except UnsupportedError:
+        forward(setting, mode, lengths, options)
 
 
-class LargeLogits(Scenario):
+def large_logits(setting: Setting, mode: Mode, lengths: list[int], options: dict[str, Any]) -> None:
     """One visible key decides, however far its logit is from 0.
 
     Hidden keys weigh nothing beside a logit of -10,000, and an exponential of 10,000 is none. Each
-    query sees one key, so no logit need be precise.
+    query sees one key, so no logit need be precise. Pools hold numbers: what is not finite is the
+    backend's.
     """
-
-    def __call__(self, setting: Setting) -> None:
-        """Run it over numbers: what is not finite is the backend's."""
-        case = setting.case(self.mode, self.lengths, **self.options)
-        # logits of some 7,000 whatever the heads' width; libraries mask with -50,000
-        case.sm_scale = 7e3 * case.q.shape[2] ** -0.5
-        for pool in (case.k_cache, case.v_cache):
-            pool.nan_to_num_(0.5)
-        try:
-            # a logit that cancels has few digits, and so would the lse
-            setting.session(case).forward(None, self.broken, lse=False)
-        except ConformanceError as error:
-            raise ConformanceError(self.broken, error.detail) from error
+    case = setting.case(mode, lengths, **options)
+    # logits of some 7,000 whatever the heads' width; libraries mask with -50,000
+    case.sm_scale = 7e3 * case.q.shape[2] ** -0.5
+    for pool in (case.k_cache, case.v_cache):
+        pool.nan_to_num_(0.5)
+    try:
+        # a logit that cancels has few digits, and so would the lse
+        setting.session(case, lse=False).forward()
+    except ConformanceError as error:
+        raise ConformanceError("large logits", error.detail) from error
 
 
-def scenarios(declared: Capabilities, *, evicts: bool) -> Iterator[Scenario]:
-    """Yield every scenario of a backend's dtypes and pages.
-
-    Parameters
-    ----------
-    declared : Capabilities
-        Those of the backend.
-    evicts : bool
-        Whether to yield those in which keys outside every window are gone, too.
-    """
+def forwards(setting: Setting) -> Iterator[Rule]:
+    """Yield every rule that is one forward, for a backend's dtypes and pages."""
+    declared = setting.declared
     for name, mode in MODES.items():
         level = SMOKE if name in ("decode", "tree_verify", "prompt_extend") else QUICK
-        yield Scenario(name, "modes", mode, level, mode.needs)
+        yield _rule(name, "modes", mode, level)
     yield from _options(declared.dtypes, max(16, declared.page_size))
     yield from _stored(declared, max(16, declared.page_size))
     yield from _sinks(declared.dtypes)
-    if evicts:
-        gone = {"evicted": (QUICK, {"window_left": 9}), "evicted_0": (FULL, {"window_left": 0})}
-        yield from _sweep("unused memory", gone)
+    gone = {"evicted": (QUICK, {"window_left": 9}), "evicted_0": (FULL, {"window_left": 0})}
+    for rule in _sweep("unused memory", gone):
+        yield replace(rule, needs=(*rule.needs, "evicts"))
     yield from _pages(declared.page_size)
     yield from _together(declared)
     yield from _shapes()
@@ -147,23 +119,34 @@ def scenarios(declared: Capabilities, *, evicts: bool) -> Iterator[Scenario]:
     yield from _edges()
 
 
+def _rule(
+    name: str,
+    broken: str,
+    mode: Mode,
+    level: int = QUICK,
+    *,
+    lengths: list[int] = LENGTHS,
+    body: Callable[..., None] = forward,
+    **options: Any,
+) -> Rule:
+    """Return the rule of one forward, which needs what its options do."""
+    needs = mode.needs + tuple(need for option, need in NEEDS.items() if option in options)
+    run = partial(body, mode=mode, lengths=lengths, options=options)
+    return Rule(name, broken, run, level, needs)
+
+
 def _sweep(
     broken: str,
     variants: dict[str, tuple[int, dict[str, Any]]],
     modes: tuple[str, ...] = tuple(MODES),
-    lengths: list[int] = LENGTHS,
-    kind: type[Scenario] = Scenario,
-) -> Iterator[Scenario]:
+    **more: Any,
+) -> Iterator[Rule]:
     """Every variant, ``(level, options)``, of every mode."""
     for variant, (level, options) in variants.items():
-        needs = tuple(need for option, need in NEEDS.items() if option in options)
         for name in modes:
-            mode = MODES[name]
             # the interpreter gets one mode of what the others share
             found = QUICK if level == SMOKE and name != "tree_verify" else level
-            yield kind(
-                f"{name}-{variant}", broken, mode, found, mode.needs + needs, lengths, options
-            )
+            yield _rule(f"{name}-{variant}", broken, MODES[name], found, **more, **options)
 
 
 def _window(left: int) -> dict[str, Any]:
@@ -174,7 +157,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _options(dtypes: tuple[torch.dtype, ...], page: int) -> Iterator[Scenario]:
+def _options(dtypes: tuple[torch.dtype, ...], page: int) -> Iterator[Rule]:
     windows = ((QUICK, 0), (SMOKE, 9), (FULL, 1), (FULL, 69), (FULL, 1000))
     yield from _sweep(
         "window", {f"window_{left}": (level, _window(left)) for level, left in windows}
@@ -204,7 +187,7 @@ def _options(dtypes: tuple[torch.dtype, ...], page: int) -> Iterator[Scenario]:
     yield from _sweep("scale", {"sharp": (FULL, {"scale": 20.0})})
 
 
-def _stored(declared: Capabilities, page: int) -> Iterator[Scenario]:
+def _stored(declared: Capabilities, page: int) -> Iterator[Rule]:
     for stored, dtype in product(declared.kv_dtypes, declared.dtypes):
         name = f"{_short(stored)}_{_short(dtype)}"
         form = {"dtype": dtype, "kv_dtype": stored, "kv_scales": SCALES}
@@ -216,7 +199,7 @@ def _stored(declared: Capabilities, page: int) -> Iterator[Scenario]:
         yield from _sweep("stored dtypes", variants)
 
 
-def _sinks(dtypes: tuple[torch.dtype, ...]) -> Iterator[Scenario]:
+def _sinks(dtypes: tuple[torch.dtype, ...]) -> Iterator[Rule]:
     sinks: dict[str, Any] = {"sinks": torch.float32}
     variants = {
         "sinks": (SMOKE, sinks),
@@ -229,7 +212,7 @@ def _sinks(dtypes: tuple[torch.dtype, ...]) -> Iterator[Scenario]:
     yield from _sweep("sinks", {"sinks_long": (FULL, sinks)}, lengths=[2500, 64])
 
 
-def _pages(least: int) -> Iterator[Scenario]:
+def _pages(least: int) -> Iterator[Rule]:
     """Yield page sizes for a backend of ``least``, and prefixes around them."""
     swept = {page for page in (4, 16, 64) if not page % least}
     if least > 1:
@@ -246,7 +229,7 @@ def _pages(least: int) -> Iterator[Scenario]:
     )
 
 
-def _together(declared: Capabilities) -> Iterator[Scenario]:
+def _together(declared: Capabilities) -> Iterator[Rule]:
     """Yield whatever is declared at once.
 
     Kernels are chosen by more than one option.
@@ -263,10 +246,10 @@ def _together(declared: Capabilities) -> Iterator[Scenario]:
     if declared.kv_dtypes:
         stored = {"kv_dtype": declared.kv_dtypes[0], "kv_scales": SCALES}
         variants["all_stored"] = (QUICK, options | stored)
-    yield from _sweep("options together", variants, kind=OddWidths)
+    yield from _sweep("options together", variants, body=odd_widths)
 
 
-def _shapes() -> Iterator[Scenario]:
+def _shapes() -> Iterator[Rule]:
     heads = {
         QUICK: ((3, 3), (6, 2), (32, 2)),
         FULL: ((8, 2), (5, 1), (7, 1), (8, 1), (16, 1), (32, 8)),
@@ -284,7 +267,7 @@ def _shapes() -> Iterator[Scenario]:
     # narrower and wider values; libraries have kernels of their own without an lse
     yield from _sweep("head sizes", {"head_64_48": (QUICK, {"head_dim": 64, "v_head_dim": 48})})
     wider = {"head_48_64_no_lse": (QUICK, {"head_dim": 48, "v_head_dim": 64})}
-    yield from _sweep("head sizes", wider, kind=WithoutLse)
+    yield from _sweep("head sizes", wider, body=partial(forward, lse=False))
     yield from _sweep("empty prefixes", {"no_prefix": (QUICK, {})}, lengths=[0, 0])
     yield from _sweep("batches", {"one_request": (FULL, {})}, lengths=[41])
     yield from _sweep(
@@ -294,46 +277,39 @@ def _shapes() -> Iterator[Scenario]:
     yield from _sweep("long prefixes", {"long": (FULL, {})}, lengths=[4000, 3, 0, 1027])
 
 
-def _trees() -> Iterator[Scenario]:
+def _trees() -> Iterator[Rule]:
     for q_len in (1, 2, 17, 32, 33, 63, 64, 65, 130):
         mode = Mode("tree", {"mode": "tree", "q_len": q_len})
         level = QUICK if q_len in (17, 64, 65) else FULL
-        yield Scenario(f"tree_of_{q_len}", "trees", mode, level, ("trees",), [20, 3])
+        yield _rule(f"tree_of_{q_len}", "trees", mode, level, lengths=[20, 3])
     for q_len, tail in ((4, 31), (7, 70), (3, 128), (20, 130), (5, 300)):
         mode = Mode("tree", {"mode": "any", "q_len": q_len, "tail_len": tail})
         level = FULL if tail in (128, 130) else QUICK
-        yield Scenario(f"any_bits_{tail}", "trees", mode, level, ("trees",), [33, 9, 40])
+        yield _rule(f"any_bits_{tail}", "trees", mode, level, lengths=[33, 9, 40])
     for topk, step in ((1, 0), (2, 1), (8, 8), (10, 2)):
         level = FULL if topk < 8 else QUICK
-        options = {
-            "mode": "draft" if topk > 1 else "chain",
-            "q_len": topk,
-            "tail_len": topk * (step + 1),
-            "phase": Phase.DRAFT,
-        }
-        mode = Mode("tree", options)
-        yield Scenario(f"draft_{topk}_step_{step}", "trees", mode, level, mode.needs, [33, 0])
-        mode = Mode("lists", {"topk": topk, "step": step})
-        yield Scenario(f"lists_{topk}_step_{step}", "trees", mode, level, mode.needs, [33, 0])
+        for kind, mode in (
+            ("draft", draft("tree", topk, step)),
+            ("lists", draft("lists", topk, step)),
+        ):
+            yield _rule(f"{kind}_{topk}_step_{step}", "trees", mode, level, lengths=[33, 0])
 
 
-def _edges() -> Iterator[Scenario]:
+def _edges() -> Iterator[Rule]:
     """Yield edges of numbers."""
     # positions of any bits are random, so some visible bits are of later positions
     future = Mode("tree", {"mode": "any", "q_len": 6, "tail_len": 31})
-    needs = ("trees", "window")
-    yield Scenario("any_bits_window", "window", future, QUICK, needs, [33, 9, 40], _window(3))
+    yield _rule("any_bits_window", "window", future, lengths=[33, 9, 40], **_window(3))
     alone = Mode("tree", {"mode": "alone", "q_len": 9, "tail_len": 9})
-    first = Mode("lists", {"topk": 3, "step": 0})
+    first = draft("lists", 3, 0)
     for name, mode in (("decode", MODES["decode"]), ("tree_verify", alone), ("draft_lists", first)):
-        yield LargeLogits(
-            f"{name}-large_logits", "large logits", mode, QUICK, mode.needs, [0, 0, 0, 0]
-        )
+        large = f"{name}-large_logits"
+        yield _rule(large, "large logits", mode, lengths=[0, 0, 0, 0], body=large_logits)
     small = {
         "decode": MODES["decode"],
         "tree_verify": Mode("tree", {"mode": "tree", "q_len": 2}),
-        "draft_lists": Mode("lists", {"topk": 1, "step": 1}),
+        "draft_lists": draft("lists", 1, 1),
         "prompt_extend": MODES["prompt_extend"],
     }
     for name, mode in small.items():
-        yield Scenario(f"{name}-long_8193", "long prefixes", mode, QUICK, mode.needs, [8193, 3])
+        yield _rule(f"{name}-long_8193", "long prefixes", mode, lengths=[8193, 3])

@@ -9,7 +9,7 @@ from specattn.engine.engine import Engine
 from specattn.engine.request import Request
 from specattn.errors import TreeError
 from specattn.speculative.host_proposer import HostProposer, HostTree, checked_trees
-from specattn.testing.oracle import ConformanceError
+from specattn.testing.oracle import ConformanceError, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TREES = "trees of the host"
 DRAFTS = "same drafts"
+WRITTEN = "it has written into the tokens of a request"
 
 
 @dataclass(eq=False)
@@ -46,8 +47,8 @@ def whole_trees(world: World) -> None:
     plain = Engine(engine.target.model, None, engine.config.plain(), graphs=False)
     want = [result.tokens for result in plain.generate(requests)]
     results = [result for some in (requests[:3], requests[3:]) for result in _decode(engine, some)]
-    if [result.tokens for result in results] != want:
-        raise ConformanceError(TREES, "texts are not those of plain decoding")
+    same = [result.tokens for result in results] == want
+    require(same, "texts are not those of plain decoding")
 
 
 def _decode(engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
@@ -60,8 +61,8 @@ def _decode(engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
         except (TreeError, ValueError) as error:
             raise ConformanceError(TREES, str(error)) from error
         for one in running:
-            if one.tokens != [*one.request.prompt, *one.result.tokens]:
-                raise ConformanceError(TREES, "it has written into the tokens of a request")
+            same = one.tokens == [*one.request.prompt, *one.result.tokens]
+            require(same, WRITTEN, TREES)
     return results
 
 
@@ -105,10 +106,9 @@ def _draft(world: World, requests: Sequence[Known]) -> list[HostTree]:
     assert isinstance(engine.proposer, HostProposer)
     before = [list(one.tokens) for one in requests]
     trees = engine.proposer.draft(tuple(requests), engine.config)
-    if [one.tokens for one in requests] != before:
-        raise ConformanceError(TREES, "it has written into the tokens of a request")
-    if len(trees) != len(requests):
-        raise ConformanceError(TREES, f"there are {len(trees)} for {len(requests)} requests")
+    require([one.tokens for one in requests] == before, WRITTEN, TREES)
+    many = f"there are {len(trees)} for {len(requests)} requests"
+    require(len(trees) == len(requests), many, TREES)
     vocab = engine.target.model.vocab_size
     try:
         return checked_trees(engine.proposer, trees, engine.config, vocab)
@@ -118,13 +118,9 @@ def _draft(world: World, requests: Sequence[Known]) -> list[HostTree]:
 
 def _same(found: list[HostTree], wanted: list[HostTree], who: str, other: str) -> None:
     for place, (tree, want) in enumerate(zip(found, wanted, strict=True)):
-        if tree != want:
-            who = f"{who} {place} of {len(found)}" if who == "request" else who
-            raise ConformanceError(
-                DRAFTS,
-                f"{who} gets {_said(tree)}, {other} gets {_said(want)}: "
-                "a tree must follow from its text alone",
-            )
+        one = f"{who} {place} of {len(found)}" if who == "request" else who
+        said = f"{one} gets {_said(tree)}, {other} gets {_said(want)}"
+        require(tree == want, f"{said}: a tree must follow from its text alone")
 
 
 def _said(tree: HostTree) -> str:

@@ -12,14 +12,16 @@ import torch
 from specattn.backends import load_backend
 from specattn.errors import UnsupportedError
 from specattn.testing import capabilities, determinism, replay
-from specattn.testing.grid import FULL, QUICK, SMOKE, scenarios
-from specattn.testing.oracle import ConformanceError, Tolerances
-from specattn.testing.setting import MODES, Geometry, Setting
+from specattn.testing.cases import Geometry
+from specattn.testing.grid import FULL, NEEDS, QUICK, SMOKE, Rule, forwards
+from specattn.testing.oracle import OWN, ConformanceError, Tolerances
+from specattn.testing.setting import Setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from specattn.backends.base import BackendFactory
+    from specattn.testing.setting import Kind, Mode
 
 Level = Literal["smoke", "quick", "full"]
 LEVELS: dict[str, int] = {"smoke": SMOKE, "quick": QUICK, "full": FULL}
@@ -62,7 +64,8 @@ class Check:
             try:
                 self.run()
             except ConformanceError as error:
-                raise self._failure(error.broken, error.detail) from error
+                broken = self.broken if error.broken == OWN else error.broken
+                raise self._failure(broken, error.detail) from error
             except UnsupportedError as error:
                 if self.refusable:
                     raise
@@ -130,138 +133,109 @@ def conformance(
     setting = Setting(
         factory, device, tolerances or Tolerances(), geometry or Geometry(), dtypes, whole_pages
     )
-    found = [
-        *_forwards(setting, LEVELS[level], evicts),
-        *_replays(setting, LEVELS[level], validates),
-    ]
-    yield from (check for check in found if check.broken not in leave_out)
-
-
-def _forwards(setting: Setting, depth: int, evicts: bool) -> Iterator[Check]:
-    """Yield the checks that are one forward."""
-    declared, name = setting.factory.capabilities, setting.factory.name
-    dtypes = setting.dtypes or declared.dtypes
-    for scenario in scenarios(replace(declared, dtypes=dtypes), evicts=evicts):
-        if scenario.level <= depth and all(getattr(declared, n) for n in scenario.needs):
-            yield Check(
-                scenario.name,
-                scenario.broken,
-                name,
-                partial(scenario, setting),
-                refusable=scenario.broken != "modes",
-            )
-
-
-def _replays(setting: Setting, depth: int, validates: bool) -> Iterator[Check]:
-    """Yield the checks that are more than one forward."""
-    for level, name, broken, run in _bodies(setting, validates):
-        if level <= depth:
-            yield Check(name, broken, setting.factory.name, run)
-
-
-def _bodies(
-    setting: Setting, validates: bool
-) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
-    """Yield level, name, property and body of those."""
-    declared = setting.factory.capabilities
-    yield SMOKE, "refusals", "capabilities", partial(capabilities.refusals, setting)
-    yield SMOKE, "host_mirror", "host mirror", partial(capabilities.host_mirror, setting)
-    yield QUICK, "interleaved_modes", "buckets", partial(replay.interleaved_modes, setting)
-    for kind, need in (("tree", "trees"), ("lists", "lists")):
-        if getattr(declared, need):
-            run = partial(replay.steps, setting, kind)
-            yield QUICK, f"draft_steps-{kind}", "draft steps", run
-    if declared.trees:
-        yield from _blind(setting)
-    per_mode = {
-        "growth": ("growth", replay.growth),
-        "new_trees": ("new trees", replay.new_trees),
-        "buckets": ("buckets", replay.buckets),
-        "layers": ("layers", replay.layers),
-        "slots": ("permuted slots", replay.permuted_slots),
-        "inputs": ("inputs unchanged", replay.inputs_unchanged),
-        "results": ("results", replay.results),
-        "poisoned_padding": ("padding", replay.poisoned_padding),
+    held = vars(setting.declared) | {
+        "validates": validates,
+        "evicts": evicts,
+        "cuda": device.type == "cuda",
     }
-    if setting.device.type == "cuda":
-        per_mode["no_sync"] = ("host sync", capabilities.no_sync)
-        per_mode["graphs"] = ("graphs", capabilities.graphs)
-    everywhere = {"layers", "inputs", "results", "slots"}
-    if declared.deterministic:
-        yield from _determinism(setting)
-    if declared.kv_dtypes:
-        per_mode["scaled_layers"] = ("stored dtypes", replay.scaled_layers)
-        everywhere.add("scaled_layers")
-    if declared.sinks:
-        per_mode["sink_layers"] = ("sinks", replay.sink_layers)
-        everywhere.add("sink_layers")
-    if declared.lse:
-        per_mode["no_lse"] = ("lse", replay.without_lse)
-        everywhere.add("no_lse")
-    if validates:
-        per_mode["bad_input"] = ("bad input", capabilities.bad_input)
-        everywhere.add("bad_input")
-    for name in ("decode", "tree_verify", "draft_tree"):
-        if name in setting.modes():
-            run = partial(replay.shared_prefixes, setting, MODES[name])
-            yield QUICK, f"{name}-shared_prefixes", "shared prefixes", run
-    smoke = {("tree_verify", option) for option in ("growth", "bad_input", "scaled_layers")}
-    for option, (broken, body) in per_mode.items():
-        for name, mode in setting.modes().items():
-            if mode.kind == "extend" and option not in everywhere:
-                continue
-            level = SMOKE if (name, option) in smoke else QUICK
-            yield level, f"{name}-{option}", broken, partial(body, setting, MODES[name])
+    for rule in (*forwards(setting), *_turns(setting)):
+        asked = rule.level <= LEVELS[level] and rule.broken not in leave_out
+        if asked and all(held[need] for need in rule.needs):
+            run = partial(rule.body, setting)
+            plain = rule.broken == "modes"
+            yield Check(rule.name, rule.broken, factory.name, run, refusable=not plain)
 
 
-def _blind(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
+# property, body and needs of what runs in every mode, prompts left out and with them
+_BUCKETED: dict[str, tuple[str, Callable[..., None], tuple[str, ...]]] = {
+    "growth": ("growth", replay.growth, ()),
+    "new_trees": ("new trees", partial(replay.growth, batches=[[33, 5, 0]] * 4), ()),
+    "buckets": ("buckets", replay.buckets, ()),
+    "poisoned_padding": ("padding", replay.poisoned_padding, ()),
+    "no_sync": ("host sync", capabilities.no_sync, ("cuda",)),
+    "graphs": ("graphs", capabilities.graphs, ("cuda",)),
+}
+_EVERYWHERE: dict[str, tuple[str, Callable[..., None], tuple[str, ...]]] = {
+    "layers": ("layers", replay.layers, ()),
+    "slots": ("permuted slots", replay.permuted_slots, ()),
+    "inputs": ("inputs unchanged", replay.inputs_unchanged, ()),
+    "results": ("results", replay.results, ()),
+    "scaled_layers": ("stored dtypes", replay.scaled_layers, ("kv_dtypes",)),
+    "sink_layers": ("sinks", replay.sink_layers, ("sinks",)),
+    "no_lse": ("lse", replay.without_lse, ("lse",)),
+    "bad_input": ("bad input", capabilities.bad_input, ("validates",)),
+}
+_SMOKE = [f"tree_verify-{option}" for option in ("growth", "bad_input", "scaled_layers")]
+
+
+def _turns(setting: Setting) -> Iterator[Rule]:
+    """Yield the rules that are more than one forward."""
+    yield Rule("refusals", "capabilities", capabilities.refusals, SMOKE)
+    yield Rule("host_mirror", "host mirror", capabilities.host_mirror, SMOKE)
+    yield Rule("interleaved_modes", "buckets", replay.interleaved_modes)
+    kinds: tuple[tuple[Kind, str], ...] = (("tree", "trees"), ("lists", "lists"))
+    for kind, need in kinds:
+        run, exact = partial(replay.steps, kind=kind), _exact(replay.steps, kind=kind)
+        yield Rule(f"draft_steps-{kind}", "draft steps", run, needs=(need,))
+        both = (need, "deterministic")
+        yield Rule(f"deterministic_draft_steps-{kind}", "draft steps", exact, needs=both)
+    yield from _blind(setting)
+    if setting.declared.deterministic:
+        yield from _determinism(setting.modes())
+    for name, mode in setting.modes().items():
+        if name in ("decode", "tree_verify", "draft_tree"):
+            run = partial(replay.shared_prefixes, mode=mode)
+            yield Rule(f"{name}-shared_prefixes", "shared prefixes", run)
+        bodies = _EVERYWHERE if mode.kind == "extend" else _BUCKETED | _EVERYWHERE
+        for option, (broken, body, needs) in bodies.items():
+            title = f"{name}-{option}"
+            level = SMOKE if title in _SMOKE else QUICK
+            yield Rule(title, broken, partial(body, mode=mode), level, needs)
+
+
+def _blind(setting: Setting) -> Iterator[Rule]:
     """Yield rows without keys, under options that may choose another kernel."""
-    declared = setting.factory.capabilities
-    optional: dict[str, dict[str, Any]] = {
+    declared = setting.declared
+    variants: dict[str, dict[str, Any]] = {
         "cap": {"logit_cap": 1.5},
         "sinks": {"sinks": torch.float32},
         "deterministic": {"deterministic": True},
+        "decode": {"q_len": 1, "tail_len": 5},
+        "no_lse": {"lse": False},
     }
-    variants = {name: form for name, form in optional.items() if getattr(declared, name)}
-    dtypes = setting.dtypes or declared.dtypes
-    variants |= {str(dtype): {"dtype": dtype} for dtype in dtypes}
+    variants |= {str(dtype): {"dtype": dtype} for dtype in declared.dtypes}
     # backends may serve these beside 16 bits alone
-    small = min(dtypes, key=attrgetter("itemsize"))
+    small = min(declared.dtypes, key=attrgetter("itemsize"))
     variants |= {str(kv): {"dtype": small, "kv_dtype": kv} for kv in declared.kv_dtypes}
-    variants |= {"decode": {"q_len": 1, "tail_len": 5}, "no_lse": {"lse": False}}
     for name, form in variants.items():
-        name = f"blind_rows-{name.removeprefix('torch.')}"
-        yield QUICK, name, "rows without keys", partial(replay.blind_rows, setting, **form)
+        title = f"blind_rows-{name.removeprefix('torch.')}"
+        needs = "trees", *(NEEDS[option] for option in form if option in NEEDS)
+        run = partial(replay.blind_rows, **form)
+        yield Rule(title, "rows without keys", run, needs=needs)
 
 
-def _determinism(setting: Setting) -> Iterator[tuple[int, str, str, Callable[[], None]]]:
+def _determinism(modes: dict[str, Mode]) -> Iterator[Rule]:
     """Yield what must be the same bit for bit, replays among it."""
-    setting, declared = replace(setting, deterministic=True), setting.factory.capabilities
-    modes = setting.modes()
     for name, mode in modes.items():
-        bodies: dict[str, Callable[..., None]] = {
-            "batches": determinism.same_batches,
-            "paths": determinism.same_paths,
-        }
+        bodies = {"batches": determinism.same_batches, "paths": determinism.same_paths}
         if mode.kind == "extend":
             bodies = {"pieces": determinism.same_prompts}
         elif mode.kind == "lists":
             bodies = {}  # compared with the others' paths
         for option, body in bodies.items():
-            level = SMOKE if (name, option) == ("tree_verify", "paths") else QUICK
-            yield level, f"{name}-same_{option}", "deterministic", partial(body, setting, mode)
-            if declared.sinks:
-                sinks = partial(body, setting, mode, sinks=torch.float32)
-                yield QUICK, f"{name}-same_{option}_sinks", "deterministic", sinks
-    replayed = {"growth": ("growth", replay.growth), "layers": ("layers", replay.layers)}
-    if setting.device.type == "cuda":
-        replayed["no_sync"] = ("host sync", capabilities.no_sync)
-        replayed["graphs"] = ("graphs", capabilities.graphs)
+            title = f"{name}-same_{option}"
+            level = SMOKE if title == "tree_verify-same_paths" else QUICK
+            yield Rule(title, "deterministic", _exact(body, mode=mode), level)
+            sinks = _exact(body, mode=mode, sinks=torch.float32)
+            yield Rule(f"{title}_sinks", "deterministic", sinks, needs=("sinks",))
+    replayed = _BUCKETED | _EVERYWHERE
     for name in [n for n in ("tree_verify", "draft_tree", "draft_lists") if n in modes]:
-        for option, (broken, body) in replayed.items():
-            run = partial(body, setting, modes[name])
-            yield QUICK, f"{name}-deterministic_{option}", broken, run
-    for kind, need in (("tree", "draft_tree"), ("lists", "draft_lists")):
-        if need in modes:
-            run = partial(replay.steps, setting, kind)
-            yield QUICK, f"deterministic_draft_steps-{kind}", "draft steps", run
+        for option in ("growth", "layers", "no_sync", "graphs"):
+            broken, body, needs = replayed[option]
+            title = f"{name}-deterministic_{option}"
+            yield Rule(title, broken, _exact(body, mode=modes[name]), needs=needs)
+
+
+def _exact(body: Callable[..., None], **options: Any) -> Callable[[Setting], None]:
+    """Return a body that runs where forwards are deterministic."""
+    return lambda setting: body(replace(setting, deterministic=True), **options)

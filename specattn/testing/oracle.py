@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from specattn.batch import RowLayout
 
+    # a query's position, and slot and position of each key before windows
+    Row = tuple[int, list[tuple[int, int]]]
+
 NAN = float("nan")
+#: In place of a property: the one that the check is about, which names it.
+OWN = "accuracy"
 #: Relative L2 error over all rows; the worst row may have 2.5 times as much.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 #: The same over a float8 pool, against attention over what it holds; at most.
@@ -171,65 +176,45 @@ class Case:
 
     def _seen(self) -> Tensor:
         """Return ``[R, slots]``: how often each query row sees each slot."""
-        lists, slots = visible_slots(self), len(self.k_cache)
+        lists = visible_slots(self.kind, self.args, self.window_left)
+        slots = len(self.k_cache)
         sizes = torch.tensor([len(some) for some in lists])
         rows = torch.arange(len(lists)).repeat_interleave(sizes)
         flat = torch.tensor([slot for some in lists for slot in some], dtype=torch.int64)
         return torch.bincount(rows * slots + flat, minlength=len(lists) * slots).view(-1, slots)
 
 
-def _visible(pos_q: int, pos_k: int, window_left: int) -> bool:
-    return window_left < 0 or 0 <= pos_q - pos_k <= window_left
+def visible_slots(kind: str, args: dict[str, Any], window_left: int = -1) -> list[list[int]]:
+    """Visible slots of every query row of a case of this kind."""
+    a = {name: value.tolist() for name, value in args.items() if isinstance(value, Tensor)}
+    rows = {"tree": _tree_rows, "lists": _list_rows, "extend": _extend_rows}[kind](a)
+    return [
+        [slot for slot, at in keys if window_left < 0 or 0 <= pos - at <= window_left]
+        for pos, keys in rows
+    ]
 
 
-def _lists_of(args: dict[str, Any]) -> dict[str, Any]:
-    return {name: t.tolist() for name, t in args.items() if isinstance(t, Tensor)}
-
-
-def tree_lists(case: Case) -> list[list[int]]:
-    """Visible slots of every query row of a tree case."""
-    a = _lists_of(case.args)
-    lists = []
+def _tree_rows(a: dict[str, Any]) -> Iterator[Row]:
     for b, prefix in enumerate(a["seq_lens"]):
-        row = a["req_to_token"][a["req_pool_indices"][b]]
-        for i, pos in enumerate(a["positions"][b]):
-            slots = [row[p] for p in range(prefix) if _visible(pos, p, case.window_left)]
-            for j, slot in enumerate(a["tail_slots"][b]):
-                bit = (a["tail_words"][b][i][j // 64] >> (j % 64)) & 1
-                if bit and _visible(pos, a["tail_positions"][b][j], case.window_left):
-                    slots.append(slot)
-            lists.append(slots)
-    return lists
+        row = a["req_to_token"][a["req_pool_indices"][b]][:prefix]
+        tail = list(zip(a["tail_slots"][b], a["tail_positions"][b], strict=True))
+        for pos, words in zip(a["positions"][b], a["tail_words"][b], strict=True):
+            bits = [words[j // 64] >> (j % 64) & 1 for j in range(len(tail))]
+            yield pos, [*zip(row, range(prefix), strict=True), *compress(tail, bits)]
 
 
-def extend_lists(case: Case) -> list[list[int]]:
-    """Visible slots of every new token of a ragged extend."""
-    a = _lists_of(case.args)
-    lists = []
-    for b, prefix in enumerate(a["seq_lens"]):
-        row = a["req_to_token"][a["req_pool_indices"][b]]
-        for i in range(a["qo_indptr"][b + 1] - a["qo_indptr"][b]):
-            pos = prefix + i
-            keys = range(pos + 1)
-            lists.append([row[p] for p in keys if _visible(pos, p, case.window_left)])
-    return lists
+def _extend_rows(a: dict[str, Any]) -> Iterator[Row]:
+    for b, (begin, end) in enumerate(pairwise(a["qo_indptr"])):
+        row, prefix = a["req_to_token"][a["req_pool_indices"][b]], a["seq_lens"][b]
+        for pos in range(prefix, prefix + end - begin):
+            yield pos, list(zip(row[: pos + 1], range(pos + 1), strict=True))
 
 
-def csr_lists(case: Case) -> list[list[int]]:
-    """Visible slots of every list: the query stands at its last key."""
-    indptr, indices = case.args["kv_indptr"].tolist(), case.args["kv_indices"].tolist()
-    lists = []
-    for begin, end in pairwise(indptr):
-        last = end - begin - 1
-        found = enumerate(indices[begin:end])
-        lists.append([slot for p, slot in found if _visible(last, p, case.window_left)])
-    return lists
-
-
-def visible_slots(case: Case) -> list[list[int]]:
-    """Visible slots of every query row."""
-    found = {"tree": tree_lists, "lists": csr_lists, "extend": extend_lists}
-    return found[case.kind](case)
+def _list_rows(a: dict[str, Any]) -> Iterator[Row]:
+    """The query stands at its list's last key."""
+    for begin, end in pairwise(a["kv_indptr"]):
+        slots = a["kv_indices"][begin:end]
+        yield len(slots) - 1, list(zip(slots, range(len(slots)), strict=True))
 
 
 def unwritten(tensor: Tensor) -> Tensor:
@@ -251,7 +236,6 @@ def check(
     *,
     lse: bool = True,
     tolerances: Tolerances | None = None,
-    broken: str = "accuracy",
 ) -> None:
     """Hold ``case.out`` (and ``case.lse``) to the oracle's; rows without keys exactly.
 
@@ -259,17 +243,17 @@ def check(
     ------
     ConformanceError
         Naming what is broken: outputs that were not written, NaN from unused memory, rows without
-        keys, the lse, or else ``broken``.
+        keys, the lse, or else `OWN`.
     """
     allowed = tolerances or Tolerances()
     want, want_lse = expected
     got = case.out.double().cpu()
     missing = unwritten(case.out).any(-1).any(-1).sum()
-    _require(not missing, "written outputs", f"{missing} of {len(got)} rows of out not written")
+    require(not missing, f"{missing} of {len(got)} rows of out not written", "written outputs")
     lost = (~got.isfinite()).sum()
-    _require(not lost, "unused memory", f"{lost} values of out are not finite")
+    require(not lost, f"{lost} values of out are not finite", "unused memory")
     blind = want_lse == -math.inf
-    _require(not got[blind].any(), "rows without keys", "a row without keys must be 0")
+    require(not got[blind].any(), "a row without keys must be 0", "rows without keys")
     slack = allowed.cap * case.logit_cap
     limit = (TOLERANCE | dict(allowed.out))[case.q.dtype]
     if case.kv_dtype is not None:
@@ -278,12 +262,12 @@ def check(
     error = (got - want).norm(dim=-1)
     scale = want.norm(dim=-1)
     total = error.norm() / scale.norm().clamp_min(1e-30)
-    _require(total <= limit, broken, f"relative error {total:.2e} above {limit:.1e}")
+    require(total <= limit, f"relative error {total:.2e} above {limit:.1e}")
     if not len(got):
         return
     floor = (scale.square().mean().sqrt()).clamp_min(1e-30)
     worst = (error / scale.clamp_min(floor)).max()
-    _require(worst <= 2.5 * limit, broken, f"worst row {worst:.2e} above {2.5 * limit:.1e}")
+    require(worst <= 2.5 * limit, f"worst row {worst:.2e} above {2.5 * limit:.1e}")
     if lse:
         _check_lse(case, want_lse, allowed.lse + slack)
 
@@ -291,17 +275,18 @@ def check(
 def _check_lse(case: Case, want: Tensor, limit: float) -> None:
     got, blind = case.lse.double().cpu(), want == -math.inf
     missing = unwritten(case.lse).any(-1).sum()
-    _require(not missing, "written outputs", f"{missing} of {len(got)} rows of lse not written")
-    _require((got[blind] == -math.inf).all(), "rows without keys", "the lse must be -inf")
+    require(not missing, f"{missing} of {len(got)} rows of lse not written", "written outputs")
+    require((got[blind] == -math.inf).all(), "the lse must be -inf", "rows without keys")
     off = (got - want)[~blind].abs() / want[~blind].abs().clamp_min(1)
     # bf16 and fp16 rows: the logits are exact products, only their sum is rounded
-    _require(
+    require(
         not off.numel() or off.max() <= limit,
-        "lse",
         f"off by {off.max() if off.numel() else 0:.2e}, above {limit:.0e} (natural log)",
+        "lse",
     )
 
 
-def _require(holds: Tensor | bool, broken: str, detail: str) -> None:
+def require(holds: object, detail: str, broken: str = OWN) -> None:
+    """Raise a `ConformanceError` unless something holds."""
     if not holds:
         raise ConformanceError(broken, detail)

@@ -13,7 +13,7 @@ from specattn.batch import DraftTree
 from specattn.speculative.logits_processor import NodeHistory, OwnProcessors
 from specattn.testing.kit import Check
 from specattn.testing.no_reads import NoReads
-from specattn.testing.oracle import ConformanceError
+from specattn.testing.oracle import require
 from specattn.trees import words_from_parents
 
 if TYPE_CHECKING:
@@ -127,8 +127,7 @@ def _effect(world: _World) -> None:
         logits = world.logits(len(world.params))
         found = world.process(own, world.text(len(rows), len(_PARENTS)), logits, *rows)
         changed |= not torch.equal(found, logits)
-    if not changed:
-        raise ConformanceError("changes something", "no logit changed: give other tokens")
+    require(changed, "no logit changed: give other tokens")
 
 
 def _host_reads(world: _World) -> None:
@@ -155,8 +154,8 @@ def _in_place(world: _World) -> None:
     before = [tensor.clone() for tensor in given]
     one.process(logits, history, states)
     one.note(states, nodes, lens)
-    if not all(map(torch.equal, given, before)):
-        raise ConformanceError("inputs unchanged", "logits, texts or states changed in place")
+    same = all(map(torch.equal, given, before))
+    require(same, "logits, texts or states changed in place")
 
 
 def _path(world: _World) -> None:
@@ -173,7 +172,7 @@ def _path(world: _World) -> None:
         own = world.admitted(prompts)
         world.emit(own, nodes[:, path])
         want = world.process(own, nodes[:, node, None], logits[:, node, None], 1)
-        _compare("each node's own history", want, found[:, node, None])
+        _compare(want, found[:, node, None])
 
 
 def _batch(world: _World) -> None:
@@ -192,7 +191,7 @@ def _batch(world: _World) -> None:
             alone.admit(1, given, prompt.tolist())
             world.emit(alone, emitted[at, None])
         want = world.process(alone, nodes[at, None], logits[at, None], 1)
-        _compare("states of its own", want, found[at, None])
+        _compare(want, found[at, None])
 
 
 def _lens(world: _World) -> None:
@@ -204,9 +203,8 @@ def _lens(world: _World) -> None:
         past[0, :1], past[1, :3] = tokens[0, :1], tokens[1, :3]
         world.emit(own, past, [1, 3])
         found.append(world.process(own, nodes, logits, 1, 2))
-    _compare("tokens past the emitted", *found)
+    _compare(*found)
 
 
-def _compare(broken: str, want: Tensor, got: Tensor) -> None:
-    if not torch.allclose(want, got, rtol=TOLERANCE, atol=TOLERANCE):
-        raise ConformanceError(broken, "logits differ")
+def _compare(want: Tensor, got: Tensor) -> None:
+    require(torch.allclose(want, got, rtol=TOLERANCE, atol=TOLERANCE), "logits differ")

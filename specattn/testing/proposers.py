@@ -16,8 +16,8 @@ from specattn.speculative.step import Step
 from specattn.testing.host_trees import DRAFTS, TREES, same_trees, whole_trees
 from specattn.testing.kit import Check
 from specattn.testing.no_reads import NoReads
-from specattn.testing.oracle import ConformanceError
-from specattn.testing.world import World, accept, paths
+from specattn.testing.oracle import require
+from specattn.testing.world import World, accept, caches, paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,9 +78,8 @@ def _run(
     backend: str,
 ) -> None:
     engine = Engine(target, draft, config, backend=backend, graphs=False, buckets=[1])
-    if engine.draft is not None:
-        for cache in (*engine.draft.pool.k, *engine.draft.pool.v):
-            cache[config.page_size :] = torch.nan
+    for cache in caches(engine.draft).values():
+        cache[config.page_size :] = torch.nan
     body(World(engine))
 
 
@@ -97,7 +96,7 @@ def _chunks(world: World) -> None:
     world.prompts(rows, texts, chunk=12)
     for at, (row, text) in enumerate(zip(rows, texts, strict=True)):
         where = f" of prompt {at} of {len(rows)}, in chunks of 12,"
-        _compare("prompts in chunks", want[at], world.kept(row, len(text)), where=where)
+        _compare(want[at], world.kept(row, len(text)), where=where)
 
 
 def _prefix(world: World) -> None:
@@ -107,7 +106,7 @@ def _prefix(world: World) -> None:
     # the token after what is cached is known
     world.prompts(rows[1:], [tokens[:14]])
     world.prompts(rows[1:], [tokens], cached=13)
-    _compare("cached prefixes", *(world.kept(row, len(tokens)) for row in rows))
+    _compare(*(world.kept(row, len(tokens)) for row in rows))
 
 
 # who takes part in each step: all, one over the first rows, some beside padding
@@ -158,19 +157,15 @@ def _prompted(world: World, rows: list[int], texts: list[list[int]]) -> None:
     for at, text in enumerate(texts):
         row = world.row()
         (bonus,) = world.prompts([row], [text[:-1]])
-        if bonus != text[-1]:
-            raise ConformanceError("step by step", f"token {bonus}, a step gave {text[-1]}")
+        require(bonus == text[-1], f"token {bonus}, a step gave {text[-1]}")
         who = f"request {at}, whose text was a prompt,"
-        _compare("step by step", world.kept(row, lens[at]), kept[at], where=f" of {who}")
+        _compare(world.kept(row, lens[at]), kept[at], where=f" of {who}")
         _same_paths(world.drafted(row, lens[at]), drafted[at], who, "after steps")
 
 
 def _same_paths(got: list[list[int]], want: list[list[int]], who: str, other: str) -> None:
-    if got != want:
-        raise ConformanceError(
-            DRAFTS,
-            f"{who} is drafted {got}, {other} {want}: a draft must follow from its text alone",
-        )
+    said = f"{who} is drafted {got}, {other} {want}: a draft must follow from its text alone"
+    require(got == want, said, DRAFTS)
 
 
 def _host_reads(world: World) -> None:
@@ -220,7 +215,7 @@ def _garbage(world: World) -> None:
             step.buffers.features[at, gain:] = 1.0
         state = step.extend(replace(accepted, accept_tokens=spoiled))
         found.append(_left(world, rows, texts, state))
-        _compare("rows past the accepted", *found)
+        _compare(*found)
         step.advance(accepted, state)
 
 
@@ -235,27 +230,22 @@ def _left(
     return found
 
 
-def _compare(
-    broken: str, want: dict[str, Tensor], got: dict[str, Tensor], *, where: str = ""
-) -> None:
+def _compare(want: dict[str, Tensor], got: dict[str, Tensor], *, where: str = "") -> None:
     for name, one in want.items():
         other = got[name]
         if not one.is_floating_point():
             same = torch.equal(one, other)
         else:
             same = bool((other.double() - one.double()).norm() <= TOLERANCE * one.double().norm())
-        if not same:
-            raise ConformanceError(broken, f"{name}{where} differs")
+        require(same, f"{name}{where} differs")
 
 
 def _everything(world: World, other: int) -> dict[str, Tensor]:
     """Return copies of both models' pools, and of another request's states."""
     engine, found = world.engine, {}
-    slots = {"target": engine.target, "draft": engine.draft}
-    for model, slot in slots.items():
-        for name, caches in (("k", slot.pool.k), ("v", slot.pool.v)) if slot is not None else ():
-            for layer, cache in enumerate(caches):
-                found[f"{name} of layer {layer} of the {model}"] = cache.clone()
+    for model, one in (("target", engine.target), ("draft", engine.draft)):
+        for name, cache in caches(one).items():
+            found[f"{name} of the {model}"] = cache.clone()
     for name, table in engine.states.tensors().items():
         found[name] = table[other].clone()
     return found
@@ -270,7 +260,4 @@ def _only(allowed: set[int], before: dict[str, Tensor], after: dict[str, Tensor]
             at = set(changed.flatten(1).any(1).nonzero()[:, 0].tolist()) - allowed
         else:
             at = {0} if changed.any() else set()
-        if at:
-            raise ConformanceError(
-                "writes outside the window", f"{name} changed at {sorted(at)[:5]}"
-            )
+        require(not at, f"{name} changed at {sorted(at)[:5]}")

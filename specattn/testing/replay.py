@@ -12,9 +12,9 @@ from torch import Tensor
 
 from specattn.errors import UnsupportedError
 from specattn.testing.cases import share_prefixes
-from specattn.testing.oracle import NAN, ConformanceError
+from specattn.testing.oracle import NAN, ConformanceError, require
 from specattn.testing.session import Session, tensors_of
-from specattn.testing.setting import Mode, Setting
+from specattn.testing.setting import Kind, Mode, Setting, draft
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,33 +45,24 @@ def replays(
         yield setting.case(mode, lengths, pads=pads, seed=seed, **form)
 
 
-def growth(setting: Setting, mode: Mode) -> None:
-    """Bind on padding, then run longer and shorter batches."""
-    padding, *cases = replays(setting, mode, BATCHES)
+def growth(setting: Setting, mode: Mode, batches: list[list[int]] = BATCHES) -> None:
+    """Bind on padding, then run other batches, with other words, slots and rows."""
+    padding, *cases = replays(setting, mode, batches)
     session = setting.session(padding)
     for case in [padding, *cases]:
-        session.forward(case, "growth")
-
-
-def new_trees(setting: Setting, mode: Mode) -> None:
-    """The same lengths with other words, slots and rows."""
-    padding, *cases = replays(setting, mode, [[33, 5, 0]] * 4)
-    session = setting.session(padding)
-    for case in cases:
-        session.forward(case, "new trees")
+        session.forward(case)
 
 
 def shared_prefixes(setting: Setting, mode: Mode) -> None:
     """Groups of requests over the same slots form, change and dissolve."""
-    declared = setting.dtypes or setting.factory.capabilities.dtypes
     # tiles of such have room for the rows of several requests
-    form = SHARED_ROOM | {"dtype": min(declared, key=attrgetter("itemsize"))}
+    form = SHARED_ROOM | {"dtype": min(setting.declared.dtypes, key=attrgetter("itemsize"))}
     padding, *cases = replays(setting, mode, [lengths for lengths, _ in SHARED], form)
     session = setting.session(padding)
     for case, (_, groups) in zip(cases, SHARED, strict=True):
         # pages are shared whole
         whole = [(members, keys - keys % case.page_size) for members, keys in groups]
-        session.forward(share_prefixes(case, whole), "shared prefixes")
+        session.forward(share_prefixes(case, whole))
 
 
 def buckets(setting: Setting, mode: Mode) -> None:
@@ -84,8 +75,8 @@ def buckets(setting: Setting, mode: Mode) -> None:
     ]
     small = setting.session(small_cases[0], large.backend, large)
     for first, second in zip(cases, small_cases, strict=False):
-        large.forward(first, "buckets")
-        small.forward(second, "buckets")
+        large.forward(first)
+        small.forward(second)
 
 
 def interleaved_modes(setting: Setting) -> None:
@@ -101,28 +92,26 @@ def interleaved_modes(setting: Setting) -> None:
                 case = setting.case(mode, [33 + turn, 5, 0], pads=1, seed=turn, **ROOM)
                 made.setdefault(name, setting.session(case, backend))
             backend = made[name].backend
-            made[name].forward(None if mode.kind == "extend" else case, "buckets")
+            made[name].forward(None if mode.kind == "extend" else case)
 
 
 def blind_rows(
-    setting: Setting, q_len: int = 9, tail_len: int = 70, lse: bool | None = None, **form: Any
+    setting: Setting, q_len: int = 9, tail_len: int = 70, lse: bool = True, **form: Any
 ) -> None:
     """Rows that see no key are 0, whatever ran in their places."""
     session: Session | None = None
     for bits, lengths in (("any", [33, 9, 40]), ("any", [0, 0, 7]), ("none", [0, 0, 0])):
         mode = Mode("tree", {"mode": bits, "q_len": q_len, "tail_len": tail_len})
         case = setting.case(mode, lengths, **ROOM, **form)
-        session = session or setting.session(case)
-        session.forward(case, "rows without keys", lse=lse)
+        session = session or setting.session(case, lse=lse)
+        session.forward(case)
 
 
-def steps(setting: Setting, kind: str) -> None:
+def steps(setting: Setting, kind: Kind) -> None:
     """Schedule draft steps, then fill; ancestors come before each runs."""
     sessions: list[Session] = []
     for step in range(3):
-        options = {"mode": "draft", "q_len": 3, "tail_len": 3 * (step + 1)}
-        mode = Mode("tree", options) if kind == "tree" else Mode("lists", {"topk": 3, "step": step})
-        case = setting.case(mode, [33, 70, 0], pads=1, seed=step)
+        case = setting.case(draft(kind, 3, step), [33, 70, 0], pads=1, seed=step)
         sessions.append(setting.session(case, sessions[0].backend if sessions else None))
     for _ in range(2):
         for session in sessions:
@@ -133,7 +122,7 @@ def steps(setting: Setting, kind: str) -> None:
         for session, (tensor, known) in zip(sessions, ancestors, strict=True):
             tensor.copy_(known)
             session.run()
-            session.verdict("draft steps")
+            session.verdict()
 
 
 def _forget_ancestors(live: Case) -> tuple[Tensor, Tensor]:
@@ -161,57 +150,44 @@ def _forget_ancestors(live: Case) -> tuple[Tensor, Tensor]:
 def layers(setting: Setting, mode: Mode) -> None:
     """One fill serves all layers: other queries, pools and outputs."""
     session = setting.session(setting.case(mode, [33, 5, 0]))
-    session.forward(None, "layers")
+    session.forward()
     for _ in range(2):
         other = setting.case(mode, [33, 5, 0])
-        session.live = replace(
-            session.live,
-            q=other.q,
-            k_cache=other.k_cache,
-            v_cache=other.v_cache,
-            out=other.out,
-            lse=other.lse,
-        )
+        layer = {n: getattr(other, n) for n in ("q", "k_cache", "v_cache", "out", "lse")}
+        session.live = replace(session.live, **layer)
         session.run()
-        session.verdict("layers")
+        session.verdict()
 
 
 def scaled_layers(setting: Setting, mode: Mode) -> None:
     """One fill serves layers whose stored keys and values have other scales."""
     session = _stored(setting, mode)
-    session.forward(None, "stored dtypes")
+    session.forward()
     for scales in ((0.3, 0.5), (2.0, 7.0), (2.0, 0.5)):
         session.scale(scales)
         session.run()
-        session.verdict("stored dtypes")
+        session.verdict()
 
 
 def sink_layers(setting: Setting, mode: Mode) -> None:
     """One fill serves layers with other sinks."""
     session = setting.session(setting.case(mode, [33, 5, 0], sinks=torch.float32))
-    session.forward(None, "sinks")
+    session.forward()
     for drawn in (-math.inf, 3.0, 50.0):
         session.live.sinks = torch.full_like(session.live.lse[0], drawn)
         session.scale(session.live.kv_scales)
         session.run()
-        session.verdict("sinks")
+        session.verdict()
 
 
 def _stored(setting: Setting, mode: Mode) -> Session:
     """Bind to a readable pool of the first stored dtype."""
-    declared = setting.factory.capabilities
+    declared = setting.declared
+    stored: dict[str, Any] = {"kv_dtype": declared.kv_dtypes[0], "kv_scales": (2.0, 0.5)}
     refused = UnsupportedError("this check", ["no dtype is declared"])
     for dtype in declared.dtypes:
         try:
-            return setting.session(
-                setting.case(
-                    mode,
-                    [33, 5, 0],
-                    dtype=dtype,
-                    kv_dtype=declared.kv_dtypes[0],
-                    kv_scales=(2.0, 0.5),
-                )
-            )
+            return setting.session(setting.case(mode, [33, 5, 0], dtype=dtype, **stored))
         except UnsupportedError as error:
             refused = error
     raise refused
@@ -219,20 +195,19 @@ def _stored(setting: Setting, mode: Mode) -> Session:
 
 def without_lse(setting: Setting, mode: Mode) -> None:
     """The lse is optional, and its absence changes nothing."""
-    setting.session(setting.case(mode, [33, 5, 0])).forward(None, "lse", lse=False)
+    setting.session(setting.case(mode, [33, 5, 0]), lse=False).forward()
 
 
 def results(setting: Setting, mode: Mode) -> None:
     """What is returned is what is written in place."""
     session = setting.session(setting.case(mode, [33, 5, 0]))
-    session.forward(None, "results")
+    session.forward()
     live, layer = session.live, session.layer
     made = layer.result(live.q, live.k_cache, live.v_cache, live.lse if session.lse else None)
-    form = made.shape, made.dtype, made.is_contiguous()
-    if form != (live.out.shape, live.out.dtype, True):
-        raise ConformanceError("results", f"{list(made.shape)} {made.dtype} is not as out is")
+    alike = (made.shape, made.dtype, made.is_contiguous()) == (live.out.shape, live.out.dtype, True)
+    require(alike, f"{list(made.shape)} {made.dtype} is not as out is")
     live.out.copy_(made)
-    session.verdict("results")
+    session.verdict()
 
 
 def inputs_unchanged(setting: Setting, mode: Mode) -> None:
@@ -240,13 +215,13 @@ def inputs_unchanged(setting: Setting, mode: Mode) -> None:
     session = setting.session(setting.case(mode, [33, 5, 0]))
     given = {n: t for n, t in tensors_of(session.live).items() if n not in ("out", "lse")}
     before = {n: (t.data_ptr(), t.contiguous().view(torch.uint8).clone()) for n, t in given.items()}
-    session.forward(None, "inputs unchanged")
+    session.forward()
     for name, tensor in given.items():
         address, content = before[name]
-        if tensor.data_ptr() != address:
-            raise ConformanceError("inputs unchanged", f"{name} moved to another address")
-        if not torch.equal(tensor.contiguous().view(torch.uint8), content):
-            raise ConformanceError("inputs unchanged", f"{name} was written to")
+        there = tensor.data_ptr() == address
+        require(there, f"{name} moved to another address")
+        same = torch.equal(tensor.contiguous().view(torch.uint8), content)
+        require(same, f"{name} was written to")
 
 
 def permuted_slots(setting: Setting, mode: Mode) -> None:
@@ -254,7 +229,7 @@ def permuted_slots(setting: Setting, mode: Mode) -> None:
     case = setting.case(mode, [33, 5, 0])
     for pool in (case.k_cache, case.v_cache):
         pool.nan_to_num_(0.5)
-    setting.session(case).forward(None, "permuted slots")
+    setting.session(case).forward()
 
 
 def poisoned_padding(setting: Setting, mode: Mode) -> None:
@@ -263,9 +238,8 @@ def poisoned_padding(setting: Setting, mode: Mode) -> None:
     session.live.k_cache[: session.live.page_size] = NAN
     session.live.v_cache[: session.live.page_size] = NAN
     session.schedule()
-    session.bound.fill()
-    session.run()
+    session.fill_and_run()
     try:
-        session.verdict("padding", padding=False)
+        session.verdict(padding=False)
     except ConformanceError as error:
         raise ConformanceError("padding", error.detail) from error

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specattn.config import AttnConfig, KVScales
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
-from specattn.testing.oracle import Case, ConformanceError, Tolerances, check, head
+from specattn.testing.oracle import Case, Tolerances, check, head, require
 
 if TYPE_CHECKING:
     from specattn.backends.base import AttentionBackend, BoundAttention
@@ -84,6 +84,8 @@ class Session:
         How far results may be from the oracle.
     within : Session, optional
         A session of a larger bucket whose storage this one views (a smaller bucket of a graph).
+    lse : bool
+        Whether an lse that the backend offers is asked for.
 
     Raises
     ------
@@ -97,9 +99,11 @@ class Session:
         case: Case,
         tolerances: Tolerances,
         within: Session | None = None,
+        *,
+        lse: bool = True,
     ) -> None:
         self.backend, self.tolerances = backend, tolerances
-        self.lse = backend.capabilities.lse
+        self.lse = lse and backend.capabilities.lse
         strided = case.layout is not None and case.layout.tail > case.layout.q_len
         values = tensors_of(case)
         if within is None:
@@ -139,26 +143,20 @@ class Session:
         """Hand over the host mirror of the lengths."""
         self.bound.schedule(torch.tensor(self.live.prefix_lens, dtype=torch.int32))
 
-    def run(self, *, lse: bool | None = None) -> None:
-        """Run over fresh outputs, with an lse if offered and not refused."""
+    def run(self) -> None:
+        """Run over fresh outputs, with an lse if it is asked for."""
         live = self.live
         live.clear()
-        wanted = self.lse if lse is None else lse
-        self.layer.run(live.q, live.k_cache, live.v_cache, live.out, live.lse if wanted else None)
+        lse = live.lse if self.lse else None
+        self.layer.run(live.q, live.k_cache, live.v_cache, live.out, lse)
 
-    def verdict(self, broken: str, *, lse: bool | None = None, padding: bool = True) -> None:
-        """Hold the outputs to the oracle.
+    def fill_and_run(self) -> None:
+        """Do what a graph records."""
+        self.bound.fill()
+        self.run()
 
-        Padding rows need only be written and finite.
-
-        Parameters
-        ----------
-        broken : str
-            The property to blame if the numbers are off.
-        lse : bool, optional
-            Whether the lse was asked for; if omitted, whether the backend offers it.
-        padding : bool
-            Whether padding rows are looked at.
+    def verdict(self, *, padding: bool = True) -> None:
+        """Hold the outputs to the oracle, and padding rows, if ``padding``, to being finite.
 
         Raises
         ------
@@ -166,19 +164,17 @@ class Session:
             Naming what is broken; see `check`.
         """
         case, expected = head(self.live, self.live.expected())
-        wanted = self.lse if lse is None else lse
-        check(case, expected, lse=wanted, tolerances=self.tolerances, broken=broken)
-        if padding and not self.live.out[case.live :].isfinite().all():
-            raise ConformanceError("padding", "padding rows of out are not finite")
+        check(case, expected, lse=self.lse, tolerances=self.tolerances)
+        finite = self.live.out[case.live :].isfinite().all()
+        require(finite or not padding, "padding rows of out are not finite", "padding")
 
-    def forward(self, case: Case | None, broken: str, *, lse: bool | None = None) -> None:
+    def forward(self, case: Case | None = None) -> None:
         """Load, schedule, fill, run, and judge."""
         if case is not None:
             self.load(case)
         self.schedule()
-        self.bound.fill()
-        self.run(lse=lse)
-        self.verdict(broken, lse=lse)
+        self.fill_and_run()
+        self.verdict()
 
 
 def tensors_of(case: Case) -> dict[str, Tensor]:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from specattn.backends.base import reasons_of
+from specattn.backends import choose_backend
 from specattn.batch import Phase
 from specattn.errors import UnsupportedError
-from specattn.testing.cases import make_extend_case, make_lists_case, make_tree_case
+from specattn.testing.cases import (
+    Geometry,
+    draft_step,
+    make_extend_case,
+    make_lists_case,
+    make_tree_case,
+)
 from specattn.testing.oracle import Case, Tolerances
 from specattn.testing.session import Session, config_of
 
 if TYPE_CHECKING:
-    from specattn.backends.base import AttentionBackend, BackendFactory
+    from specattn.backends.base import AttentionBackend, BackendFactory, Capabilities
     from specattn.config import AttnConfig
 
 Kind = Literal["tree", "lists", "extend"]
@@ -45,9 +51,14 @@ class Mode:
         return () if self.options["mode"] == "chain" else ("trees",)
 
 
-def _chain(q_len: int, phase: Phase, tail_len: int = 0) -> Mode:
-    options = {"mode": "chain", "q_len": q_len, "tail_len": tail_len or q_len, "phase": phase}
-    return Mode("tree", options)
+def _chain(q_len: int, phase: Phase) -> Mode:
+    return Mode("tree", {"mode": "chain", "q_len": q_len, "phase": phase})
+
+
+def draft(kind: Kind, topk: int, step: int) -> Mode:
+    """Return a draft step, through the table or as lists."""
+    numbers = {"topk": topk, "step": step}
+    return Mode(kind, numbers if kind == "lists" else draft_step(**numbers))
 
 
 #: By the names the checks carry.
@@ -55,36 +66,12 @@ MODES = {
     "decode": _chain(1, Phase.DECODE),
     "chain_verify": _chain(5, Phase.VERIFY),
     "tree_verify": Mode("tree", {"mode": "tree", "q_len": 7}),
-    "draft_chain": _chain(1, Phase.DRAFT, tail_len=3),
-    "draft_tree": Mode("tree", {"mode": "draft", "q_len": 3, "tail_len": 9, "phase": Phase.DRAFT}),
-    "draft_lists": Mode("lists", {"topk": 3, "step": 2}),
+    "draft_chain": draft("tree", 1, 2),
+    "draft_tree": draft("tree", 3, 2),
+    "draft_lists": draft("lists", 3, 2),
     "draft_extend": _chain(4, Phase.PREFILL),
     "prompt_extend": Mode("extend"),
 }
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The layer, and the pages, that checks use unless they sweep them.
-
-    Parameters
-    ----------
-    heads : tuple of int
-        Query and KV heads.
-    head_dim, v_head_dim : int
-        Widths; ``v_head_dim`` 0 means ``head_dim``.
-    latent : bool
-        Whether values are the first ``v_head_dim`` columns of the keys: absorbed latent attention,
-        with one KV head, whatever ``heads`` says.
-    page_size : int
-        Slots of a page; as many as the backend needs if 0.
-    """
-
-    heads: tuple[int, int] = (4, 2)
-    head_dim: int = 64
-    v_head_dim: int = 0
-    latent: bool = False
-    page_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,15 +82,7 @@ class Setting:
     ----------
     factory : BackendFactory
         The backend's class, or a composite.
-    device : torch.device
-        Where it runs.
-    tolerances : Tolerances
-        How far it may be from the oracle.
-    geometry : Geometry
-        A layer it serves.
-    dtypes : tuple of torch.dtype
-        Those to test; all that are declared if empty.
-    whole_pages : bool
+    device, tolerances, geometry, dtypes, whole_pages
         As in `specattn.testing.conformance`.
     deterministic : bool
         Whether forwards are.
@@ -117,11 +96,17 @@ class Setting:
     whole_pages: bool = False
     deterministic: bool = False
 
+    @property
+    def declared(self) -> Capabilities:
+        """What the backend declares, of dtypes those to test."""
+        declared = self.factory.capabilities
+        return replace(declared, dtypes=self.dtypes or declared.dtypes)
+
     @cached_property
     def dtype(self) -> torch.dtype:
         """The most precise dtype to test that the device can do."""
-        declared = self.dtypes or self.factory.capabilities.dtypes
-        order = [d for d in (torch.float32, torch.float16, torch.bfloat16) if d in declared]
+        known, declared = (torch.float32, torch.float16, torch.bfloat16), self.declared.dtypes
+        order = [dtype for dtype in known if dtype in declared]
         for dtype in order:
             if not self.factory.reasons(self.config(dtype), self.device):
                 return dtype
@@ -129,10 +114,8 @@ class Setting:
 
     def config(self, dtype: torch.dtype) -> AttnConfig:
         """Return the geometry in ``dtype``."""
-        form = vars(self.geometry) | {"page_size": 1}
-        if self.geometry.latent:
-            form["heads"] = form["heads"][0], 1
-        return config_of(make_tree_case([1], **form, dtype=dtype))
+        form = vars(self.geometry) | {"page_size": 1, "dtype": dtype}
+        return config_of(make_tree_case([1], **form))
 
     def case(
         self, mode: Mode, lengths: list[int], *, pads: int = 0, width: int = 0, **form: Any
@@ -148,7 +131,7 @@ class Setting:
         pads : int
             Padding requests at the end; not of prompts.
         width : int
-            Fixes the table's columns, and with them the entries of index lists, if not 0.
+            Columns of the table, or entries per index list; as many as needed if 0.
         **form
             The fields of `specattn.testing.cases.Form` that differ from the setting's.
 
@@ -167,7 +150,6 @@ class Setting:
         form["page_size"] = form["page_size"] or self.factory.capabilities.page_size
         form.setdefault("dtype", self.dtype)
         if self.geometry.latent:
-            form["heads"] = form["heads"][0], 1
             if form.get("kv_dtype"):
                 raise UnsupportedError("this check", ["latent rows are stored as they are"])
             if form["v_head_dim"] >= form["head_dim"]:
@@ -175,11 +157,8 @@ class Setting:
         if mode.kind == "extend":
             news = [(6, 9, 1, 17)[b % 4] for b in range(len(lengths))]
             return make_extend_case(list(zip(lengths, news, strict=True)), **form)
-        options = mode.options | {"pads": pads}
-        if mode.kind == "lists":
-            entries = width * (len(lengths) + pads) * options["topk"]
-            return make_lists_case(lengths, width=entries, **options, **form)
-        return make_tree_case(lengths, width=width, **options, **form)
+        make = make_lists_case if mode.kind == "lists" else make_tree_case
+        return make(lengths, pads=pads, width=width, **mode.options, **form)
 
     def backend(self, case: Case) -> AttentionBackend:
         """Make the backend of a case's geometry.
@@ -190,13 +169,15 @@ class Setting:
             With the backend's own reasons.
         """
         config = config_of(case)
-        reasons = reasons_of(self.factory, config, self.device)
-        if reasons:
-            raise UnsupportedError(f"backend {self.factory.name!r}", reasons)
-        return self.factory(config, self.device)
+        return choose_backend(self.factory, [config], self.device)(config, self.device)
 
     def session(
-        self, case: Case, backend: AttentionBackend | None = None, within: Session | None = None
+        self,
+        case: Case,
+        backend: AttentionBackend | None = None,
+        within: Session | None = None,
+        *,
+        lse: bool = True,
     ) -> Session:
         """Bind a backend, a new one by default, to a case's shapes.
 
@@ -205,13 +186,9 @@ class Setting:
         UnsupportedError
             If the backend cannot serve the geometry, or refuses the plan.
         """
-        return Session(backend or self.backend(case), case, self.tolerances, within)
+        return Session(backend or self.backend(case), case, self.tolerances, within, lse=lse)
 
     def modes(self) -> dict[str, Mode]:
         """Return the modes the declared capabilities cover."""
-        declared = self.factory.capabilities
-        return {
-            name: mode
-            for name, mode in MODES.items()
-            if all(getattr(declared, need) for need in mode.needs)
-        }
+        held = vars(self.declared)
+        return {name: mode for name, mode in MODES.items() if all(held[n] for n in mode.needs)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from specattn.batch import AcceptResult, DraftTree
     from specattn.engine.engine import Engine
+    from specattn.speculative.model import ModelSlot
     from specattn.speculative.step import Step
 
 
@@ -34,11 +35,6 @@ class World:
     """
 
     engine: Engine
-
-    @property
-    def read_ahead(self) -> int:
-        """As in `specattn.speculative.proposer.Proposer`."""
-        return self.engine.proposer.read_ahead
 
     def text(self, count: int) -> list[int]:
         """Return random tokens."""
@@ -73,7 +69,7 @@ class World:
         """Run prompts together and admit their rows; return their first new tokens."""
         engine, device = self.engine, self.engine.table.req_to_token.device
         lens = [len(text) for text in texts]
-        engine.table.reserve(rows, [length + self.read_ahead for length in lens])
+        engine.table.reserve(rows, [length + self.engine.proposer.read_ahead for length in lens])
         sampling = SamplingBatch.of([SamplingParams(seed=0)] * len(rows), device)
         table = engine.table.req_to_token
         prefill = Prefill(engine.target, engine.proposer, table, engine.config, chunk)
@@ -125,11 +121,9 @@ class World:
     def kept(self, row: int, length: int) -> dict[str, Tensor]:
         """Return what the proposer keeps of a request: keys, values and states."""
         engine, found = self.engine, {}
-        slots = engine.table.req_to_token[row, : length + self.read_ahead].long()
-        if engine.draft is not None:
-            for name, caches in (("k", engine.draft.pool.k), ("v", engine.draft.pool.v)):
-                for layer, cache in enumerate(caches):
-                    found[f"{name} of layer {layer}"] = cache[slots].clone()
+        slots = engine.table.req_to_token[row, : length + self.engine.proposer.read_ahead].long()
+        for name, cache in caches(engine.draft).items():
+            found[name] = cache[slots].clone()
         for name, table in engine.states.drafting.items():
             found[name] = table[row, : length if self._is_text(table) else None].clone()
         return found
@@ -138,10 +132,11 @@ class World:
         """Fill what lies past a request's text, and is written again."""
         engine = self.engine
         reserved = int(engine.table.reserved[row])
-        slots = engine.table.req_to_token[row, length + self.read_ahead : reserved].long()
-        if engine.draft is not None:
-            for cache in (*engine.draft.pool.k, *engine.draft.pool.v):
-                cache[slots] = torch.nan
+        slots = engine.table.req_to_token[
+            row, length + self.engine.proposer.read_ahead : reserved
+        ].long()
+        for cache in caches(engine.draft).values():
+            cache[slots] = torch.nan
         for table in engine.states.drafting.values():
             if self._is_text(table):
                 # the newest token is there, and then the text once more
@@ -155,6 +150,13 @@ class World:
         """
         wider = table.shape[1] - self.engine.table.max_context_len
         return table.dtype in (torch.int32, torch.int64) and wider in (0, 1)
+
+
+def caches(model: ModelSlot[Any] | None) -> dict[str, Tensor]:
+    """Return the keys and values of a model's layers; none without one."""
+    pools = {} if model is None else {"k": model.pool.k, "v": model.pool.v}
+    named = ((name, *one) for name, layers in pools.items() for one in enumerate(layers))
+    return {f"{name} of layer {layer}": cache for name, layer, cache in named}
 
 
 def accept(step: Step, tree: DraftTree) -> AcceptResult:

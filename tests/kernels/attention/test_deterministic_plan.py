@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from specattn.kernels.attention.triton_plan import fill_plans
+from specattn.testing.oracle import visible_slots
 from tests.kernels.attention import test_plan
 from tests.kernels.attention.calls import make_deterministic, plan, poison
-from tests.oracle import make_tree_case, tree_lists
+from tests.oracle import make_tree_case
 
 if TYPE_CHECKING:
     from tests.kernels.attention.test_plan import Work
@@ -146,7 +147,7 @@ def test_a_path_is_the_rest_of_the_prefix_and_the_ancestors(
     table, tile = a["req_to_token"], kernel.tile.block_n
     tails = ("positions", "tail_slots", "tail_positions", "tail_words")
     kernel.trace(indices=table, **{name: a[name] for name in tails})
-    seen, words = tree_lists(case), a["tail_words"].tolist()
+    seen, words = visible_slots(case.kind, a, window), a["tail_words"].tolist()
     paths, path_lens = (
         kernel.kernels.path_options[name].tolist() for name in ("paths", "path_lens")
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specattn.kernels.attention.tiles import MergeTile
+from specattn.testing.oracle import visible_slots
 from tests.kernels.attention.calls import attend, make_kernel, plan, run, run_naive
 from tests.oracle import (
     NAN,
@@ -18,7 +19,6 @@ from tests.oracle import (
     make_tree_case,
     oracle_csr,
     oracle_tree,
-    tree_lists,
 )
 from tests.recordings import recorded, refill
 
@@ -289,7 +289,7 @@ def test_index_lists_equal_the_table() -> None:
     """A draft step's branches as lists of their visible slots see what the words say."""
     case = make_tree_case(**CASES["draft_step_2"], device=DEVICE)
     attend(make_kernel(case), case)
-    lists = tree_lists(case)
+    lists = visible_slots(case.kind, case.args)
     lengths = torch.tensor([0] + [len(slots) for slots in lists])
     flat_slots = [slot for slots in lists for slot in slots]
     flat = Case(
