@@ -1,4 +1,4 @@
-"""FlashInfer's two wrappers as its 0.6.12 source has them, with the kernels in plain torch.
+"""FlashInfer's wrappers as its 0.6.12 source has them, with the kernels in plain torch.
 
 Plans are copied to the buffers handed over at construction and read back by ``run``; the work is
 cut by FlashInfer's rules, so that workspaces and tiles are held to them without a GPU.
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from specattn.backends.flashinfer import FlashInferBackend
+from specattn.backends.flashinfer_mla import FlashInferMlaBackend
 
 PROCESSORS = 132
 NONE = -5e4  # FlashInfer's minus infinity, before scaling
@@ -24,10 +25,18 @@ def install(monkeypatch):
         if reasons := FlashInferBackend.reasons(None, torch.device("cuda")):
             pytest.skip("; ".join(reasons))
         return
-    monkeypatch.setitem(sys.modules, "flashinfer", sys.modules[__name__])
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(FlashInferBackend, "processors", lambda _: PROCESSORS)
+    take_the_place(monkeypatch)
     monkeypatch.setattr(FlashInferBackend, "reasons", staticmethod(lambda config, device: []))
+
+
+def take_the_place(monkeypatch):
+    """Stand for the library; what backends say of the machine stays."""
+    here = sys.modules[__name__]
+    for name in ("flashinfer", "flashinfer.mla"):
+        monkeypatch.setitem(sys.modules, name, here)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for backend in (FlashInferBackend, FlashInferMlaBackend):
+        monkeypatch.setattr(backend, "processors", lambda _: PROCESSORS)
 
 
 def ceil(a: int, b: int) -> int:
@@ -246,6 +255,79 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         assert return_lse == (lse is not None)
         masks = None if self.mask is None else (self.mask.int(), self.mask_offsets)
         self._rows(q, paged_kv_cache, out, lse, self.rows, self.causal, masks)
+
+
+class BatchMLAPagedAttentionWrapper:
+    """The host side of FlashInfer's wrapper, and its kernels in plain torch.
+
+    The lists are read where the plan says, not where the buffer of offsets does: the kernels have
+    their own copy of a plan, made when it was.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer,
+        use_cuda_graph=False,
+        qo_indptr=None,
+        kv_indptr=None,
+        kv_indices=None,
+        kv_len_arr=None,
+        backend="auto",
+    ):
+        processed = PROCESSORS * 128 * (512 * 2 + 4)
+        assert float_workspace_buffer.numel() >= processed
+        self.graph = use_cuda_graph
+        self.buffers = qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        self._kv_indices_buf = kv_indices
+
+    def plan(
+        self,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        kv_len_arr,
+        num_heads,
+        head_dim_ckv,
+        head_dim_kpe,
+        page_size,
+        causal,
+        sm_scale,
+        q_data_type,
+        kv_data_type,
+    ):
+        given = qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        for tensor in (qo_indptr, kv_indptr, kv_len_arr):
+            assert tensor.device.type == "cpu", "a plan must not read the device"
+            assert tensor.dtype == torch.int32
+        assert (head_dim_ckv, head_dim_kpe, page_size) == (512, 64, 1)
+        assert q_data_type == kv_data_type == torch.bfloat16
+        assert 128 % num_heads == 0
+        if self.graph:
+            for buffer, tensor in zip(self.buffers, given, strict=True):
+                buffer[: len(tensor)].copy_(tensor)
+            self.indices = self.buffers[2]
+        else:
+            assert (qo_indptr.diff() > 0).all(), "they would skew the tile"
+            self.indices = kv_indices
+        self.work = [t.tolist() for t in (qo_indptr, kv_indptr, kv_len_arr)]
+        self.causal, self.scale = causal, sm_scale
+
+    def run(self, q_nope, q_pe, ckv, kpe, out, lse, return_lse, return_lse_base_on_e):
+        assert ckv.shape[1:] == (1, 512)
+        assert kpe.shape[1:] == (1, 64)
+        assert return_lse_base_on_e
+        assert return_lse == (lse is not None)
+        rows, starts, lens = self.work
+        for b, length in enumerate(lens):
+            slots = self.indices[starts[b] : starts[b] + length].long()
+            for row in range(rows[b], rows[b + 1]):
+                seen = slots[: length - (rows[b + 1] - row) + 1] if self.causal else slots
+                keys, values = torch.cat([ckv, kpe], -1)[seen, 0], ckv[seen, 0]
+                q = torch.cat([q_nope[row], q_pe[row]], -1)
+                logits = q.double() @ keys.double().T * self.scale
+                out[row] = logits.softmax(-1) @ values.double() if len(seen) else 0.0
+                if lse is not None:
+                    lse[row] = logits.logsumexp(-1)
 
 
 class Event:

@@ -33,33 +33,16 @@ CHAIN = {"mode": "chain", "q_len": 1}
 # prefix lengths, and what differs from: 4 nodes of a random tree, 4 query and 2 KV heads of 64
 CASES = {
     "decode": _case(130, 7, 0, 64, **CHAIN),
-    "decode_padded": _case(65, 129, **CHAIN, pads=3),
-    "decode_long": _case(2500, 3, **CHAIN),
-    "decode_group_1": _case(33, 31, **CHAIN, heads=(2, 2)),
-    "decode_group_3": _case(65, 30, **CHAIN, heads=(6, 2)),
     "decode_group_4": _case(65, 200, **CHAIN, heads=(4, 1)),
     "decode_group_7": _case(40, 300, **CHAIN, heads=(7, 1)),
-    "decode_group_16": _case(40, 0, **CHAIN, heads=(16, 1)),
     "decode_window": _case(130, 7, 0, **CHAIN, window_left=9),
-    "draft_chain_step_2": _case(40, 0, 150, **CHAIN, tail_len=3),
     "draft_chain_window_4": _case(40, 0, 1, **CHAIN, tail_len=3, window_left=4),
     "draft_chain_window_1": _case(40, 0, 1, **CHAIN, tail_len=3, window_left=1),
-    "chain": _case(64, 1, 0, 290, mode="chain", q_len=6),
-    "chain_padded": _case(5, 128, mode="chain", q_len=5, pads=2),
     "tree": _case(130, 0, 64, 1, q_len=7),
-    "tree_padded": _case(40, 65, pads=3, q_len=5),
-    "tree_long": _case(2500, 17, q_len=8),
-    "tree_of_70": _case(40, 0, q_len=70),
     "tree_group_8": _case(140, 9, q_len=9, heads=(8, 1)),
     "tree_window": _case(63, 4, 0, q_len=9, window_left=6),
     "tree_window_0": _case(20, 1, q_len=5, window_left=0),
-    "draft_step_0": _case(50, 0, mode="draft", q_len=4),
-    "draft_step_2": _case(65, 310, 0, mode="draft", q_len=4, tail_len=12),
     "draft_window": _case(65, 3, mode="draft", q_len=3, tail_len=9, window_left=4),
-    "batch_of_19": _case(*((7 * i) % 41 for i in range(19)), q_len=3),
-    "any_bits": _case(33, 0, 64, mode="any", q_len=7, tail_len=31),
-    "head_128": _case(70, 140, q_len=5, head_dim=128),
-    "head_128_decode": _case(70, 140, **CHAIN, head_dim=128, heads=(8, 2)),
 }
 
 

@@ -24,7 +24,7 @@ def standing_in(name: str) -> type:
 
         @classmethod
         def reasons(cls, config, device):
-            machine = ("is not installed", "compute capability")
+            machine = ("is not installed", "needs a CUDA device")
             found = plain.reasons(config, device)
             return [reason for reason in found if not any(text in reason for text in machine)]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn.backends.flashinfer import FlashInferBackend
 from tests.backends import fake_flashinfer as fake
 from tests.backends.flashinfer_cases import (
     BATCHES,
@@ -17,9 +16,7 @@ from tests.backends.flashinfer_cases import (
     RECORDED,
     TOLERANCES,
     Live,
-    TwoPassesBackend,
     batches,
-    config_of,
 )
 from tests.oracle import Case, check, oracle_tree
 
@@ -27,25 +24,6 @@ from tests.oracle import Case, check, oracle_tree
 @pytest.fixture(autouse=True)
 def _library(monkeypatch):
     fake.install(monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *((name, FlashInferBackend) for name in RECORDED),
-        ("tree", TwoPassesBackend),
-        ("draft", TwoPassesBackend),
-    ],
-)
-def test_a_recording_serves_other_lengths_and_new_trees(name, kind):
-    first, *others = batches(RECORDED[name])
-    backend = kind(config_of(first), torch.device(DEVICE))
-    live = Live(first, RECORDED[name].get("mode") == "chain", backend)
-    live.record()
-    for case in others:
-        live.load(case)
-        live.replay()
-        live.verdict()
 
 
 def test_recordings_in_turn_do_not_disturb_each_other():

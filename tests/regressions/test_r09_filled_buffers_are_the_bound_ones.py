@@ -13,7 +13,8 @@ import pytest
 
 from specattn.batch import ForwardMode
 from specattn.errors import CaptureMismatch
-from tests.backends.test_flashinfer_mla import BF16, bind, install, lens_of
+from tests.backends.fake_flashinfer import install
+from tests.backends.test_flashinfer_mla import BF16, bind, lens_of
 from tests.oracle import make_lists_case, make_tree_case
 from tests.worlds import BACKENDS, DEVICE, MODES, buffer_sets, inputs, part_of, put, world
 
