@@ -59,7 +59,7 @@ def fill_bitmasks(step: Step, rows: Sequence[int], grammars: Sequence[Grammar | 
     ValueError
         If the step has no bitmask.
     """
-    bitmask = step.processing.bitmask
+    bitmask = None if step.processing is None else step.processing.bitmask
     if bitmask is None:
         raise ValueError("grammars need a step of a decoder with processors, got one without")
     asked = [(at, grammar) for at, grammar in enumerate(grammars) if grammar is not None]

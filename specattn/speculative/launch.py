@@ -154,7 +154,8 @@ class StepLaunch:
     def _states(self) -> tuple[BufferSet, ...]:
         """Return what steps leave for each other."""
         step = self.steps[0]
-        return (step.states, *step.processing.states)
+        own = () if step.processing is None else (step.processing.processors,)
+        return (step.states, *own)
 
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers, tables, states, pools and configs of the step."""
@@ -168,7 +169,9 @@ class StepLaunch:
                 states=step.states,
                 buffers=step.buffers,
             )
-            found += step.processing.fingerprint() + step.bound.fingerprint()
+            if step.processing is not None:
+                found += step.processing.fingerprint()
+            found += step.bound.fingerprint()
             for attention in step.attention(None):
                 found += attention.fingerprint()
         return found

@@ -14,7 +14,7 @@ from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
 from specattn.speculative.drafts import as_proposer
 from specattn.speculative.host_buffers import LogprobBuffers
-from specattn.speculative.processing import LogitsProcessing, Processing
+from specattn.speculative.processing import Processing
 from specattn.speculative.proposer import PromptChunk
 from specattn.speculative.validation import check_logits, check_prompts
 from specattn.speculative.verify import accept
@@ -240,7 +240,7 @@ def first_tokens(
     logits: Tensor,
     lens: Tensor,
     sampling: SamplingBatch,
-    rows: Tensor | None = None,
+    rows: Tensor,
     processors: ProcessorStates | None = None,
     bitmask: Tensor | None = None,
     scored: list[LogprobBuffers] | None = None,
@@ -255,9 +255,11 @@ def first_tokens(
         ``[R]`` int64, tokens before each prompt's last one.
     sampling : SamplingBatch
         How each request draws.
-    rows, processors, bitmask, scored : optional
-        With processors: the requests' rows, what they ask of their logits, which tokens their
-        grammars allow, and a list that their log-probabilities are appended to.
+    rows : Tensor
+        ``[R]`` int64, the requests' rows of the table.
+    processors, bitmask, scored : optional
+        With processors: what requests ask of their logits, which tokens their grammars allow, and
+        a list that their log-probabilities are appended to.
 
     Returns
     -------
@@ -269,16 +271,16 @@ def first_tokens(
     words = torch.ones_like(root)[:, :, None]
     tree = DraftTree(root, lens[:, None], words, none, none, probs)
     plain = SpecConfig(num_steps=0, num_draft_tokens=1)
-    rows = torch.zeros_like(lens) if rows is None else rows
-    raw, processing = logits[:, None], Processing()
-    if processors is not None:
-        logprobs = LogprobBuffers.alloc(1, len(root), 1, root.device)
-        if scored is not None:
-            scored.append(logprobs)
-        # there is one entry, 0
-        processing = LogitsProcessing(processors, rows, logprobs, root[0], bitmask)
+    raw, seq_lens = logits[:, None], lens.to(torch.int32)
+    if processors is None:
+        return accept(tree, raw, seq_lens, plain, sampling).bonus_tokens
+    logprobs = LogprobBuffers.alloc(1, len(root), 1, root.device)
+    if scored is not None:
+        scored.append(logprobs)
+    # there is one entry, 0
+    processing = Processing(processors, rows, logprobs, root[0], bitmask)
     nodes = processing.process(tree, raw)
-    accepted = accept(tree, nodes, lens.to(torch.int32), plain, sampling)
+    accepted = accept(tree, nodes, seq_lens, plain, sampling)
     processing.score(accepted, raw, nodes, lambda: sampling)
     processing.note(accepted)
     return accepted.bonus_tokens

@@ -15,69 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from specattn.batch import AcceptResult, DraftTree
-    from specattn.buffers import BufferSet, Fingerprint
+    from specattn.buffers import Fingerprint
     from specattn.speculative.host_buffers import LogprobBuffers
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.sampling import SamplingBatch
 
 
-class Processing:
-    """The processing of logits for requests without processors: none.
-
-    Attributes
-    ----------
-    bitmask : Tensor or None
-        ``[B, n, ceil(V / 32)]`` int32: which tokens may follow each node of requests with a
-        grammar; None where the host cannot write it.
-    keeps_probs : bool
-        Whether distributions outlive acceptance.
-    """
-
-    bitmask: Tensor | None = None
-    keeps_probs: bool = False
-
-    @property
-    def states(self) -> tuple[BufferSet, ...]:
-        """The sets that steps leave for each other."""
-        return ()
-
-    def min_p(self) -> Tensor | None:
-        """Return each request's ``[B]`` float32, if any has one."""
-        return None
-
-    def process(self, tree: DraftTree, logits: Tensor) -> Tensor:
-        """Return the logits ``[B, n, V]`` that these requests draw from."""
-        return logits
-
-    def score(
-        self,
-        accepted: AcceptResult,
-        logits: Tensor,
-        processed: Tensor,
-        sampling: Callable[[], SamplingBatch],
-    ) -> None:
-        """Write the log-probabilities of accepted tokens for the host.
-
-        Parameters
-        ----------
-        accepted : AcceptResult
-            The tokens, and what they were drawn from.
-        logits, processed : Tensor
-            ``[B, n, V]``: the target's, and processed ones.
-        sampling : callable
-            Gives how the requests draw, if that is needed.
-        """
-
-    def note(self, accepted: AcceptResult) -> None:
-        """Add accepted tokens to the histories."""
-
-    def fingerprint(self) -> Fingerprint:
-        """Describe what a graph bakes in."""
-        return ()
-
-
 @dataclass(frozen=True)
-class LogitsProcessing(Processing):
+class Processing:
     """The processing that requests ask for, over static memory.
 
     Parameters
@@ -91,7 +36,8 @@ class LogitsProcessing(Processing):
     entry : Tensor
         ``[1]`` int64, which entry of ``logprobs`` a step writes.
     bitmask : Tensor or None
-        As in `Processing`.
+        ``[B, n, ceil(V / 32)]`` int32: which tokens may follow each node of requests with a
+        grammar; None where the host cannot write it.
     """
 
     processors: ProcessorStates
@@ -99,19 +45,13 @@ class LogitsProcessing(Processing):
     logprobs: LogprobBuffers
     entry: Tensor
     bitmask: Tensor | None = None
-    keeps_probs = True
-
-    @property
-    def states(self) -> tuple[BufferSet, ...]:
-        """The requests' rows."""
-        return (self.processors,)
 
     def min_p(self) -> Tensor:
         """Return each request's ``[B]`` float32."""
         return self.processors.min_p[self.rows]
 
     def process(self, tree: DraftTree, logits: Tensor) -> Tensor:
-        """Return processed logits ``[B, n, V]`` float32."""
+        """Return the logits ``[B, n, V]`` float32 that these requests draw from."""
         return self.processors.process(tree, logits, self.rows, self.bitmask)
 
     def score(
@@ -121,7 +61,17 @@ class LogitsProcessing(Processing):
         processed: Tensor,
         sampling: Callable[[], SamplingBatch],
     ) -> None:
-        """Write the log-probabilities of accepted tokens; capturable."""
+        """Write the log-probabilities of accepted tokens for the host; capturable.
+
+        Parameters
+        ----------
+        accepted : AcceptResult
+            The tokens, and what they were drawn from.
+        logits, processed : Tensor
+            ``[B, n, V]``: the target's, and processed ones.
+        sampling : callable
+            Gives how the requests draw, if that is needed.
+        """
         if accepted.probs is None:
             nodes = processed.flatten(0, 1)
             by = sampling()

@@ -20,7 +20,7 @@ from specattn.kernels.tree import best_first_tree, build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import beams_of
 from specattn.speculative.level import Level
-from specattn.speculative.processing import LogitsProcessing, Processing
+from specattn.speculative.processing import Processing
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepBuffers, StepViews
 from specattn.speculative.validation import check_features, check_logits
@@ -111,11 +111,11 @@ class Step:
         The proposer for B requests.
     tree : DraftTree
         The nodes that the target verifies, over the buffers.
-    processing : Processing
-        What is done for requests with logits processors.
+    processing : Processing or None
+        What is done for requests with logits processors; None where none has any.
     """
 
-    processing: Processing = Processing()
+    processing: Processing | None = None
 
     def __init__(
         self, setup: StepSetup, host: HostBuffers, packed: Tensor, arena: dict[str, Any]
@@ -138,7 +138,7 @@ class Step:
     ) -> Step:
         """Return the step over the same buffers, for requests with processors."""
         step, rows = copy(self), self.buffers.req_pool_indices
-        step.processing = LogitsProcessing(processors, rows, logprobs, self.host.entry, bitmask)
+        step.processing = Processing(processors, rows, logprobs, self.host.entry, bitmask)
         return step
 
     def _tree(self) -> DraftTree:
@@ -264,7 +264,7 @@ class Step:
             ``[B, n, V]``: in float32 and of its own where requests may have processors
             (`process_logits`), else ``logits``.
         """
-        return self.processing.process(tree, logits)
+        return logits if self.processing is None else self.processing.process(tree, logits)
 
     def accept(self, tree: DraftTree, logits: Tensor, *, sampled: bool = False) -> AcceptResult:
         """Decide how much of the tree is kept.
@@ -294,11 +294,12 @@ class Step:
             tree, logits, buffers.seq_lens, self.config, sampling, buffers.accepted
         )
         # a graph's memory would hold them until the step ends
-        return result if self.processing.keeps_probs else replace(result, probs=None)
+        return replace(result, probs=None) if self.processing is None else result
 
     def _sampling(self, *, sampled: bool) -> SamplingBatch:
         """Return how the requests draw; greedily, unless ``sampled``."""
-        buffers, min_p = self.buffers, self.processing.min_p()
+        buffers, processing = self.buffers, self.processing
+        min_p = None if processing is None else processing.min_p()
         return SamplingBatch(
             not sampled, buffers.temperature, buffers.top_k, buffers.top_p, buffers.seeds, min_p
         )
@@ -313,8 +314,9 @@ class Step:
         logits, processed : Tensor
             ``[B, n, V]``, from `verify` and `process`.
         """
-        sampling = partial(self._sampling, sampled=True)
-        self.processing.score(accepted, logits, processed, sampling)
+        if self.processing is not None:
+            sampling = partial(self._sampling, sampled=True)
+            self.processing.score(accepted, logits, processed, sampling)
 
     def commit(self, accepted: AcceptResult, features: Tensor) -> None:
         """Move the kept path's KV and features to the front.
@@ -387,7 +389,8 @@ class Step:
             copies=[(new, states.drafting[name]) for name, new in state.items()],
             packed_out=self.packed,
         )
-        self.processing.note(accepted)
+        if self.processing is not None:
+            self.processing.note(accepted)
 
     def pad(self) -> None:
         """Turn all requests into padding, whichever part runs.
