@@ -45,11 +45,7 @@ def _scores(inputs, req, node, nodes, kind, token, vocab):
 @triton.jit
 def logprobs_splits_kernel(
     inputs,  # see `_scores`
-    accept_index,  # [B, D] int32
-    accept_lens,  # [B] int32
-    rows,  # [B] int64
-    counts,  # [R] int32
-    sources,  # [R] int32
+    paths,  # nodes [B, D] int32, lengths [B] int32, rows [B] int64, counts, sources [R] int32
     keys,  # [B * D, splits, K] int64, out: the best tokens of each split
     sums,  # [B * D, splits, 2] float32, out: the split's largest logit, its mass relative to it
     depth,
@@ -61,6 +57,7 @@ def logprobs_splits_kernel(
     PDL: tl.constexpr,
 ):
     """Find the best tokens and mass of one split."""
+    accept_index, accept_lens, rows, counts, sources = paths
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     enter(PDL)
     req, rank = place // depth, place % depth
@@ -84,13 +81,9 @@ def logprobs_splits_kernel(
 @triton.jit
 def logprobs_merge_kernel(
     inputs,  # see `_scores`
-    accept_index,  # [B, D] int32
+    paths,  # nodes [B, D] int32, lengths [B] int32, rows [B] int64, counts, sources [R] int32
     accept_tokens,  # [B, D] int64
-    accept_lens,  # [B] int32
-    rows,  # [B] int64
     entry,  # [1] int64
-    counts,  # [R] int32
-    sources,  # [R] int32
     keys,  # [B * D, splits, K] int64
     sums,  # [B * D, splits, 2] float32
     values_out,  # [S, B', D, 1 + K] float32, out, perhaps in the host's memory
@@ -110,6 +103,7 @@ def logprobs_merge_kernel(
     PDL: tl.constexpr,
 ):
     """Merge an entry's splits; write the entry."""
+    accept_index, accept_lens, rows, counts, sources = paths
     place = tl.program_id(0).to(tl.int64)
     enter(PDL)
     req, rank = place // depth, place % depth
@@ -166,15 +160,12 @@ def path_logprobs(
     keys = torch.empty(batch * depth, splits, most, dtype=torch.int64, device=logits.device)
     sums = torch.empty(batch * depth, splits, 2, dtype=torch.float32, device=logits.device)
     inputs = logits, *logits.stride()[:2], processed, accepted.probs
+    paths = accepted.accept_index, accepted.accept_lens, rows, counts, sources
     sizes = {"K": most, "BLOCK_K": triton.next_power_of_2(max(most, 1))}
     options = launch_options(logits.device)
     logprobs_splits_kernel[(batch * depth, splits)](
         inputs,
-        accepted.accept_index,
-        accepted.accept_lens,
-        rows,
-        counts,
-        sources,
+        paths,
         keys,
         sums,
         depth,
@@ -187,13 +178,9 @@ def path_logprobs(
     width = triton.next_power_of_2(max(splits * most, 1))
     logprobs_merge_kernel[(batch * depth,)](
         inputs,
-        accepted.accept_index,
+        paths,
         accepted.accept_tokens,
-        accepted.accept_lens,
-        rows,
         entry,
-        counts,
-        sources,
         keys,
         sums,
         values_out,

@@ -90,12 +90,7 @@ def copy_in_rows_kernel(
     positions,  # [B, n], or None
     mask,  # flat uint8, or None
     req_to_token,  # [R, context] int32
-    rows_out,  # [B] int64, out
-    seq_lens_out,  # [B] int32, out
-    slots_out,  # [B, n] int32, out
-    store_out,  # [B, n] int32, out
-    positions_out,  # [B, n] int64, out
-    words_out,  # [B, n, W] int64, out
+    out,  # see `PlanInputs`
     window,  # see `Window.arguments`; or None: no layer has a window pool
     n,
     counted,
@@ -121,6 +116,7 @@ def copy_in_rows_kernel(
 ):
     """Copy in some rows of one request."""
     enter(PDL)
+    rows_out, seq_lens_out, slots_out, store_out, positions_out, words_out = out
     req = tl.program_id(0).to(tl.int64)
     prefix, row = _copy_in_request(
         req,
@@ -198,12 +194,7 @@ def copy_in_steps_kernel(
     seq_lens,  # [B]
     slots,  # [B, steps, TOPK], or None
     req_to_token,  # [R, context] int32
-    rows_out,  # [B] int64, out
-    seq_lens_out,  # [B] int32, out
-    slots_out,  # [B, steps, TOPK] int32, out
-    store_out,  # [B, steps, TOPK] int32, out
-    positions_out,  # [B, steps, TOPK] int64, out
-    words_out,  # [B, steps, TOPK, W] int64, out
+    out,  # see `PlanInputs`, with [B, steps, TOPK] in place of [B, n]
     nodes,
     counted,
     context,
@@ -219,6 +210,7 @@ def copy_in_steps_kernel(
 ):
     """Copy in some nodes of one request's draft."""
     enter(PDL)
+    rows_out, seq_lens_out, slots_out, store_out, positions_out, words_out = out
     req = tl.program_id(0).to(tl.int64)
     prefix, row = _copy_in_request(
         req,

@@ -132,18 +132,12 @@ def lists_kernel(
     rows,  # [B] int64
     kinds,  # [R] int32
     asked,  # see `_process`
-    bias_ids,  # [R, C] int32
-    bias_values,  # [R, C] float32
-    bad_words,  # [R, S, LENGTH] int32
-    recent,  # [R, LENGTH - 1] int32
-    end_ids,  # [R, E] int32
-    ends_from,  # [R] int32
+    biases,  # tokens [R, C] int32 and what is added to them [R, C] float32; C
+    bad,  # sequences [R, S, LENGTH] int32 and the texts' last tokens [R, LENGTH - 1] int32; S
+    ends,  # tokens [R, E] int32 and from where on they are possible [R] int32; E
     nodes,
     vocab,
     num_words,
-    num_biases,
-    num_bad,
-    num_ends,
     stride_req,
     stride_node,
     LENGTH: tl.constexpr,
@@ -159,6 +153,7 @@ def lists_kernel(
     tokens += req * nodes
     words += flat * num_words
     if (kind & BIAS) != 0:
+        bias_ids, bias_values, num_biases = biases
         for start in range(0, num_biases, BLOCK_C):
             at = start + tl.arange(0, BLOCK_C)  # [BLOCK_C]
             token = tl.load(bias_ids + row * num_biases + at, mask=at < num_biases, other=-1)
@@ -174,13 +169,16 @@ def lists_kernel(
         # another thread may make one of these tokens impossible
         tl.debug_barrier()
     if (kind & BAD_WORDS) != 0:
+        bad_words, recent, num_bad = bad
         at = tl.arange(0, BLOCK_S)  # [BLOCK_S]
-        bad = bad_words + (row * num_bad + tl.minimum(at, num_bad - 1)) * LENGTH
-        last = tl.load(bad + LENGTH - 1)
+        sequence = bad_words + (row * num_bad + tl.minimum(at, num_bad - 1)) * LENGTH
+        last = tl.load(sequence + LENGTH - 1)
         used = (at < num_bad) & (last >= 0)
-        fits = _completes(words, tokens, nodes, bad, used, recent + row * (LENGTH - 1), LENGTH)
+        recent += row * (LENGTH - 1)
+        fits = _completes(words, tokens, nodes, sequence, used, recent, LENGTH)
         tl.store(out + flat * vocab + last, -float("inf"), mask=fits)
     if (kind & ENDS) != 0:
+        end_ids, ends_from, num_ends = ends
         early = tl.load(positions + flat) + 1 < tl.load(ends_from + row)
         at = tl.arange(0, BLOCK_E)  # [BLOCK_E]
         end = tl.load(end_ids + row * num_ends + at, mask=at < num_ends, other=-1)
@@ -202,6 +200,9 @@ def process_logits(
     asked = columns.history, columns.penalties, columns.allowed, bitmask
     num_biases, num_ends = columns.bias_ids.shape[1], columns.end_ids.shape[1]
     _, num_bad, length = columns.bad_words.shape
+    biases = columns.bias_ids, columns.bias_values, num_biases
+    bad = columns.bad_words, columns.recent, num_bad
+    ends = columns.end_ids, columns.ends_from, num_ends
     process_kernel[(nodes, triton.cdiv(vocab, BLOCK), batch)](
         logits,
         out,
@@ -225,18 +226,12 @@ def process_logits(
         rows,
         columns.kinds,
         asked,
-        columns.bias_ids,
-        columns.bias_values,
-        columns.bad_words,
-        columns.recent,
-        columns.end_ids,
-        columns.ends_from,
+        biases,
+        bad,
+        ends,
         nodes,
         vocab,
         tree.words.shape[2],
-        num_biases,
-        num_bad,
-        num_ends,
         *logits.stride()[:2],
         LENGTH=length,
         BLOCK_C=LISTED,

@@ -67,7 +67,7 @@ def best_first_tree(
             tokens,
             bonus_tokens,
             seq_lens,
-            *written(out).values(),
+            tuple(written(out).values()),
             length.bit_length(),
             log_probs.stride(0),
             tokens.stride(0),

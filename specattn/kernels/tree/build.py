@@ -74,7 +74,7 @@ def build_tree(
             parents,
             bonus_tokens,
             seq_lens,
-            *written(out).values(),
+            tuple(written(out).values()),
             count,
             groups,
             max(steps - 2, 0).bit_length(),
@@ -150,7 +150,7 @@ def link_tree(linked: Linked, seq_lens: Tensor, *, out: DraftTree) -> None:
             parents,
             seq_lens,
             chosen,
-            *written(out).values(),
+            tuple(written(out).values()),
             (nodes - 1).bit_length(),
             tokens.stride(0),
             parents.stride(0),
@@ -176,7 +176,7 @@ def link_tree(linked: Linked, seq_lens: Tensor, *, out: DraftTree) -> None:
 
 
 def written(out: DraftTree) -> dict[str, Tensor]:
-    """Return what building a tree writes, by name."""
+    """Return what building a tree writes, by name; see `DraftTree`."""
     return {
         "out.tokens": out.tokens,
         "out.positions": out.positions,

@@ -72,11 +72,7 @@ def best_first_kernel(
     tokens,  # [B, L, K] int64
     bonus_tokens,  # [B] int64
     seq_lens,  # [B] int32
-    tokens_out,  # [B, N] int64, out
-    positions_out,  # [B, N] int64, out
-    words_out,  # [B, N, W] int64, out
-    next_token_out,  # [B, N] int64, out
-    next_sibling_out,  # [B, N] int64, out
+    out,  # see `build.written`
     node_rounds,
     stride_log_probs,
     stride_tokens,
@@ -89,6 +85,7 @@ def best_first_kernel(
     PDL: tl.constexpr,
 ):
     """Find a request's best nodes; link and mask them."""
+    tokens_out, positions_out, words_out, next_token_out, next_sibling_out = out
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
     node = tl.arange(0, BLOCK_N)  # [BLOCK_N]

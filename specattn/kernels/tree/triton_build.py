@@ -108,11 +108,7 @@ def build_tree_kernel(
     parents,  # [B, G] int64
     bonus_tokens,  # [B] int64
     seq_lens,  # [B] int32
-    tokens_out,  # [B, N] int64, out
-    positions_out,  # [B, N] int64, out
-    words_out,  # [B, N, W] int64, out
-    next_token_out,  # [B, N] int64, out
-    next_sibling_out,  # [B, N] int64, out; holds the nodes' parents on the way
+    out,  # see `build.written`; links to siblings hold the nodes' parents on the way
     num_candidates,
     num_groups,
     group_rounds,
@@ -131,6 +127,7 @@ def build_tree_kernel(
     PDL: tl.constexpr,
 ):
     """Keep a request's best candidates; link and mask them."""
+    tokens_out, positions_out, words_out, next_token_out, next_sibling_out = out
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
     scores += req * stride_scores
@@ -181,11 +178,7 @@ def link_tree_kernel(
     parents,  # [B, N] int64
     seq_lens,  # [B] int32
     chosen,  # [B] int32, or None
-    tokens_out,  # [B, N] int64, out
-    positions_out,  # [B, N] int64, out
-    words_out,  # [B, N, W] int64, out
-    next_token_out,  # [B, N] int64, out
-    next_sibling_out,  # [B, N] int64, out
+    out,  # see `build.written`
     node_rounds,
     stride_tokens,
     stride_parents,
@@ -197,6 +190,7 @@ def link_tree_kernel(
     PDL: tl.constexpr,
 ):
     """Link and mask a request's nodes."""
+    tokens_out, positions_out, words_out, next_token_out, next_sibling_out = out
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
     node = tl.arange(0, BLOCK_N)  # [BLOCK_N]
