@@ -259,26 +259,23 @@ def qk_norm_rope_store_kv(
         # a program's heads are all queries, all keys or all values
         heads = next(n for n in (4, 2, 1) if q_heads % n == 0 and kv_heads % n == 0)
         q_weight, k_weight = rotation.norms or (None, None)
+        q_len, stride_slot = (1, 0) if slots is None else (slots.shape[1], slots.stride(0))
         launch.qk_norm_rope_store_kernel[count, (q_heads + 2 * kv_heads) // heads](
             partials,
-            positions,
-            rotation.table,
+            (positions, rotation.table, len(rotation.table) - 1, slots, stride_slot),
             q_weight,
             k_weight,
             rotation.bias,
             q,
             k_cache,
             v_cache,
-            slots,
             rotation.eps,
             1 / k_scale,
             1 / v_scale,
-            len(rotation.table) - 1,
             *partials.stride()[:2],
-            0 if slots is None else slots.stride(0),
             *k_cache.stride()[:2],
             *v_cache.stride()[:2],
-            Q_LEN=1 if slots is None else slots.shape[1],
+            Q_LEN=q_len,
             Q_HEADS=q_heads,
             KV_HEADS=kv_heads,
             DIM=dim,

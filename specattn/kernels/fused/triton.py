@@ -131,19 +131,14 @@ def add_partials_kernel(
 
 
 @triton.jit
-def _place(
-    positions,
-    table,
-    slots,
-    token,
-    dim,
-    last_position,
-    stride_slot,
-    Q_LEN: tl.constexpr,
-    DIM: tl.constexpr,
-    CACHE: tl.constexpr,
-):
-    """A token's slot, and the cosines and sines of its position."""
+def _place(given, token, dim, Q_LEN: tl.constexpr, DIM: tl.constexpr, CACHE: tl.constexpr):
+    """A token's slot, and the cosines and sines of its position.
+
+    Given are positions ``[T]`` int64; the table, ``[L, DIM]`` float32: cosines of DIM / 2 angles,
+    then their sines; slots ``[B, Q_LEN]``, below 0 skipped, or None: token i goes to row i; and
+    their row stride.
+    """
+    positions, table, last_position, slots, stride_slot = given
     HALF: tl.constexpr = DIM // 2
     slot = token
     if slots is not None:
@@ -159,22 +154,18 @@ def _place(
 @triton.jit
 def qk_norm_rope_store_kernel(
     partials,  # [SPLIT, T, Q_HEADS + 2 * KV_HEADS, DIM]
-    positions,  # [T] int64
-    table,  # [L, DIM] float32: cosines of DIM / 2 angles, then their sines
+    place,  # see `_place`
     q_weight,  # [DIM], or None
     k_weight,  # [DIM], or None
     bias,  # [(Q_HEADS + 2 * KV_HEADS) * DIM], or None
     q,  # [T, Q_HEADS, DIM], out
     k_cache,  # [slots, KV_HEADS, DIM], out
     v_cache,  # [slots, KV_HEADS, DIM], out
-    slots,  # [B, Q_LEN], below 0 skipped; or None: token i goes to row i
     eps,
     k_factor,
     v_factor,
-    last_position,
     stride_partial,
     stride_row,
-    stride_slot,
     stride_kc,
     stride_kch,
     stride_vc,
@@ -198,9 +189,7 @@ def qk_norm_rope_store_kernel(
     ok = (dim < HALF)[None, :] & (head >= 0)[:, None]
     if PREFETCH:
         # by the L1 cache, which keeps nothing of other kernels' writes up to date
-        slot, cosine, sine = _place(
-            positions, table, slots, token, dim, last_position, stride_slot, Q_LEN, DIM, ".cg"
-        )
+        slot, cosine, sine = _place(place, token, dim, Q_LEN, DIM, ".cg")
     if q_weight is not None:
         weight = (q_weight if first < Q_HEADS else k_weight) + dim
         low_weight = tl.load(weight, mask=dim < HALF, other=0.0)[None, :]
@@ -211,9 +200,7 @@ def qk_norm_rope_store_kernel(
         high_bias = tl.load(of_head + HALF, mask=ok, other=0.0).to(tl.float32)
     enter(PDL)
     if not PREFETCH:
-        slot, cosine, sine = _place(
-            positions, table, slots, token, dim, last_position, stride_slot, Q_LEN, DIM, ""
-        )
+        slot, cosine, sine = _place(place, token, dim, Q_LEN, DIM, "")
     at = token * stride_row + head[:, None] * DIM + dim[None, :]
     low = sum_partials(partials, at, ok, stride_partial, SPLIT)
     high = sum_partials(partials, at + HALF, ok, stride_partial, SPLIT)

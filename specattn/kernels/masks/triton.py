@@ -12,10 +12,10 @@ TABLE_BLOCK = tl.constexpr(1024)
 
 
 @triton.jit
-def _copy_in_request(
-    req, rows, seq_lens, counted, rows_out, seq_lens_out, writes, TABLE: tl.constexpr
-):
+def _copy_in_request(req, rows, seq_lens, counted, out, TABLE: tl.constexpr):
     """Return a request's prefix and, with ``TABLE``, its table row."""
+    rows_out, seq_lens_out, _, _, _, _ = out
+    writes = tl.program_id(1) == 0
     prefix = tl.maximum(tl.load(seq_lens + req).to(tl.int64) - counted, 0)
     row = tl.zeros([], tl.int64)
     if TABLE or writes:
@@ -116,18 +116,10 @@ def copy_in_rows_kernel(
 ):
     """Copy in some rows of one request."""
     enter(PDL)
-    rows_out, seq_lens_out, slots_out, store_out, positions_out, words_out = out
+    _, _, slots_out, store_out, positions_out, words_out = out
     req = tl.program_id(0).to(tl.int64)
-    prefix, row = _copy_in_request(
-        req,
-        rows,
-        seq_lens,
-        counted,
-        rows_out,
-        seq_lens_out,
-        tl.program_id(1) == 0,
-        TABLE=slots is None or window is not None,
-    )
+    TABLE: tl.constexpr = slots is None or window is not None
+    prefix, row = _copy_in_request(req, rows, seq_lens, counted, out, TABLE)
     node = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     ok = node < n
     if slots is None:
@@ -210,18 +202,9 @@ def copy_in_steps_kernel(
 ):
     """Copy in some nodes of one request's draft."""
     enter(PDL)
-    rows_out, seq_lens_out, slots_out, store_out, positions_out, words_out = out
+    _, _, slots_out, store_out, positions_out, words_out = out
     req = tl.program_id(0).to(tl.int64)
-    prefix, row = _copy_in_request(
-        req,
-        rows,
-        seq_lens,
-        counted,
-        rows_out,
-        seq_lens_out,
-        tl.program_id(1) == 0,
-        TABLE=slots is None,
-    )
+    prefix, row = _copy_in_request(req, rows, seq_lens, counted, out, slots is None)
     node = tl.program_id(1) * NODES + tl.arange(0, NODES)  # [NODES]
     ok = node < nodes
     step, branch = node // TOPK, node % TOPK

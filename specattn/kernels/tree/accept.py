@@ -52,9 +52,7 @@ def accept_greedy(
     (batch, n), steps = tree.tokens.shape, out.accept_index.shape[1] - 1
     if on_triton(tree.tokens):
         launch.accept_greedy_kernel[(batch,)](
-            tree.tokens,
-            tree.retrieve_next_token,
-            tree.retrieve_next_sibling,
+            (tree.tokens, tree.retrieve_next_token, tree.retrieve_next_sibling),
             target_argmax,
             written(out),
             n,
@@ -116,9 +114,7 @@ def accept_sampled(
     (batch, n, vocab), steps = target_probs.shape, out.accept_index.shape[1] - 1
     if on_triton(tokens):
         launch.accept_sampled_kernel[(batch,)](
-            tokens,
-            tree.retrieve_next_token,
-            tree.retrieve_next_sibling,
+            (tokens, tree.retrieve_next_token, tree.retrieve_next_sibling),
             target_probs,
             coins,
             final_coins,

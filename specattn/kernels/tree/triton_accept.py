@@ -28,9 +28,7 @@ def _matching_child(token, next_token, next_sibling, want, n):
 
 @triton.jit
 def accept_greedy_kernel(
-    tokens,  # [B, n] int64
-    next_token,  # [B, n] int64
-    next_sibling,  # [B, n] int64
+    tree,  # tokens, links to children and to siblings, [B, n] int64 each
     target_argmax,  # [B, n] int64
     out,  # see `accept.written`
     n,
@@ -41,6 +39,7 @@ def accept_greedy_kernel(
     PDL: tl.constexpr,
 ):
     """Step all nodes to the target's choices; double steps into paths."""
+    tokens, next_token, next_sibling = tree
     accept_index_out, accept_tokens_out, accept_lens_out, bonus_out = out
     req = tl.program_id(0).to(tl.int64)
     enter(PDL)
@@ -76,21 +75,12 @@ def accept_greedy_kernel(
 
 
 @triton.jit
-def _note_children(
-    tokens,
-    next_token,
-    next_sibling,
-    target_probs,
-    notes,
-    n,
-    vocab,
-    stride_node,
-    BLOCK_N: tl.constexpr,
-):
+def _note_children(tree, target_probs, notes, n, vocab, stride_node, BLOCK_N: tl.constexpr):
     """Note each node's p, parent, and first node of its token.
 
     The probabilities of all nodes arrive together; one by one, the walk would wait for each.
     """
+    tokens, next_token, next_sibling = tree
     node = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     live = node < n
     tl.store(notes + node, tl.full([BLOCK_N], -1, tl.int64), mask=live)
@@ -120,9 +110,7 @@ def _note_children(
 
 @triton.jit
 def accept_sampled_kernel(
-    tokens,  # [B, n] int64
-    next_token,  # [B, n] int64
-    next_sibling,  # [B, n] int64
+    tree,  # tokens, links to children and to siblings, [B, n] int64 each
     target_probs,  # [B, n, V] float32
     coins,  # [B, steps + 1] float32
     final_coins,  # [B, steps + 1] float32
@@ -142,17 +130,16 @@ def accept_sampled_kernel(
     """Walk children by a coin per depth; draw the bonus."""
     accept_index_out, accept_tokens_out, accept_lens_out, bonus_out = out
     req = tl.program_id(0).to(tl.int64)
-    tokens += req * n
-    next_token += req * n
-    next_sibling += req * n
+    tokens, next_token, next_sibling = tree[0] + req * n, tree[1] + req * n, tree[2] + req * n
     notes += req * n
     target_probs += req * stride_req
     coins += req * (steps + 1)
     accept_index_out += req * (steps + 1)
     accept_tokens_out += req * (steps + 1)
 
+    tree = tokens, next_token, next_sibling
     node_tokens, first_of_token = _note_children(
-        tokens, next_token, next_sibling, target_probs, notes, n, vocab, stride_node, BLOCK_N
+        tree, target_probs, notes, n, vocab, stride_node, BLOCK_N
     )
     word = tl.arange(0, BLOCK_W)  # [BLOCK_W]
     dropped = tl.zeros([BLOCK_W], tl.int64)
