@@ -135,8 +135,8 @@ def _place(given, token, dim, Q_LEN: tl.constexpr, DIM: tl.constexpr, CACHE: tl.
     """A token's slot, and the cosines and sines of its position.
 
     Given are positions ``[T]`` int64; the table, ``[L, DIM]`` float32: cosines of DIM / 2 angles,
-    then their sines; slots ``[B, Q_LEN]``, below 0 skipped, or None: token i goes to row i; and
-    their row stride.
+    then their sines; L - 1; slots ``[B, Q_LEN]``, below 0 skipped, or None: token i goes to row i;
+    and their row stride.
     """
     positions, table, last_position, slots, stride_slot = given
     HALF: tl.constexpr = DIM // 2
