@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specattn.batch import DraftTree
     from specattn.kernels.processors import ProcessorColumns
 
+# kernels read no globals but constants of their own kind
 PENALTIES = tl.constexpr(bits.PENALTIES)
 BIAS = tl.constexpr(bits.BIAS)
 BAD_WORDS = tl.constexpr(bits.BAD_WORDS)

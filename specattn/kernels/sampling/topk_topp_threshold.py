@@ -95,11 +95,12 @@ def _listed(listed, size, whole, KEPT: tl.constexpr):
 @triton.jit
 def _among(listed, note, whole, goal, by_mass, high, within, KEPT: tl.constexpr):
     """Do as `_search` in a list; tell if it holds the threshold."""
+    _, _, _, inv_temperature = whole
     nearer = tl.load(note + 2).to(tl.int32)
     size = tl.load(note + 3).to(tl.int32)
     lighter = tl.load(note).to(tl.float64) / 2.0**40
     _, distance = _listed(listed, size, whole, KEPT)
-    weight = tl.exp2(-distance * whole[3])
+    weight = tl.exp2(-distance * inv_temperature)
     bits = as_bits(distance)
     there = distance == distance
     low = tl.min(tl.where(there, bits, 0x7F800000), 0) - 1
@@ -123,7 +124,8 @@ def _nth_listed(listed, note, whole, threshold, nth, KEPT: tl.constexpr):
     token, distance = _listed(listed, size, whole, KEPT)
     equal = distance == threshold
     low = tl.full([], -1, tl.int32)
-    high = whole[1] - 1
+    _, vocab, _, _ = whole
+    high = vocab - 1
     while high - low > 1:
         at = low + (high - low) // 2
         enough = tl.sum((equal & (token <= at)).to(tl.int32), 0) >= nth
@@ -141,6 +143,7 @@ def _search(
     Returns its bits, the tokens up to it, and tokens and weight strictly nearer. ``high`` and
     ``within`` are a distance that is far enough, and the tokens up to it.
     """
+    _, _, _, inv_temperature = whole
     low = tl.full([], -1, tl.int32)
     count = tl.full([], 0, tl.int32)
     mass = tl.full([], 0.0, tl.float64)
@@ -158,7 +161,7 @@ def _search(
         tl.debug_barrier()
         lane = tl.arange(0, KEPT)  # [KEPT]
         distance = as_float(tl.load(kept + lane, mask=lane < total, other=0x7FC00000))
-        weight = tl.exp2(-distance * whole[3])
+        weight = tl.exp2(-distance * inv_temperature)
         high, within, count, mass = _halve(
             distance, weight, count, mass, goal, by_mass, low, high, within
         )
