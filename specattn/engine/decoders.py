@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specattn.config import SpecConfig
-from specattn.errors import CaptureError
 from specattn.speculative.level import Level
 from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.step_decoder import StepDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from specattn.engine.request import Request
     from specattn.speculative.logits_processor import LogitsProcessor
     from specattn.speculative.proposer import Proposer
     from specattn.speculative.step_setup import StepSetup
-
-log = logging.getLogger(__name__)
 
 
 class Decoders(dict[SpecConfig, StepDecoder]):
@@ -62,7 +57,7 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         self._setup, self._buckets, self._own = setup, buckets, own
         self.processors = self._alloc_processors() if processed else None
         for one in configs:
-            self[one] = self._make(StepDecoder, setup.proposer, one, buckets, sampled=sampled)
+            self[one] = self._make(setup.proposer, one, buckets, sampled=sampled)
         # levels whose captures were tried while requests ran, by config
         self._tried: set[tuple[SpecConfig, Level]] = set()
 
@@ -74,8 +69,9 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         if config != self._setup.config.plain():
             raise ValueError(f"config must be one of the engine's configs, got {config}")
         sampled = any(one.sampled for one in self.values())
-        # the largest bucket holds whatever batch the others hold
-        found = self._make(_LateDecoder, None, config, [max(self._buckets)], sampled=sampled)
+        # the largest bucket holds whatever batch the others hold; requests run that must go on
+        buckets = [max(self._buckets)]
+        found = self._make(None, config, buckets, sampled=sampled, or_eager=True)
         self[config] = found
         tried = Level.each(sampled=sampled, processed=self.processors is not None)
         self._tried.update((config, level) for level in tried)
@@ -83,15 +79,15 @@ class Decoders(dict[SpecConfig, StepDecoder]):
 
     def _make(
         self,
-        kind: type[StepDecoder],
         draft: Proposer | None,
         config: SpecConfig,
         buckets: Sequence[int],
         *,
         sampled: bool,
+        or_eager: bool = False,
     ) -> StepDecoder:
         setup = self._setup
-        return kind(
+        return StepDecoder(
             setup.target,
             draft,
             config,
@@ -100,6 +96,7 @@ class Decoders(dict[SpecConfig, StepDecoder]):
             buckets=buckets,
             sampled=sampled,
             processors=self.processors,
+            or_eager=or_eager,
             **vars(setup.options),
         )
 
@@ -110,12 +107,12 @@ class Decoders(dict[SpecConfig, StepDecoder]):
                 self.processors = self._alloc_processors()
             for config, decoder in self.items():
                 if (config, level) not in self._tried:
-                    with _eager_if_it_fails(decoder):
-                        decoder.capture(
-                            sampled=level is Level.SAMPLED,
-                            processors=self.processors if level is Level.PROCESSED else None,
-                            constrained=level is Level.CONSTRAINED,
-                        )
+                    decoder.capture(
+                        sampled=level is Level.SAMPLED,
+                        processors=self.processors if level is Level.PROCESSED else None,
+                        constrained=level is Level.CONSTRAINED,
+                        or_eager=True,
+                    )
                     self._tried.add((config, level))
 
     def _alloc_processors(self) -> ProcessorStates:
@@ -128,22 +125,3 @@ class Decoders(dict[SpecConfig, StepDecoder]):
             processors=self._own,
             max_context_len=req_to_token.shape[1],
         )
-
-
-@contextmanager
-def _eager_if_it_fails(decoder: StepDecoder) -> Iterator[None]:
-    """Warn of a capture that fails; its steps run eagerly."""
-    try:
-        yield
-    except CaptureError as error:
-        log.warning("%s; batches run eagerly unless a captured bucket holds them", error)
-        decoder.runner.leave_eager(decoder.modes)
-
-
-class _LateDecoder(StepDecoder):
-    """Made while requests run, which no failing capture may end."""
-
-    def capture(self, **levels: Any) -> None:
-        """Capture what is not captured yet; what cannot be captured runs eagerly."""
-        with _eager_if_it_fails(self):
-            super().capture(**levels)

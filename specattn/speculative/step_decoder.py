@@ -16,7 +16,7 @@ from specattn.buffers import ReadOnly
 from specattn.cache.slot_table import SlotTable
 from specattn.checks import expect
 from specattn.cuda_graph import GraphRunner
-from specattn.errors import CapacityError, CaptureMismatch
+from specattn.errors import CapacityError, CaptureError, CaptureMismatch
 from specattn.speculative.drafts import as_proposer
 from specattn.speculative.grammar import fill_bitmasks
 from specattn.speculative.host_buffers import HostBuffers, InFlight, LogprobBuffers, PendingStep
@@ -89,6 +89,8 @@ class StepDecoder(ReadOnly):
     processors : ProcessorStates, optional
         What requests ask of their logits, if steps for such requests are to be captured, too;
         decoders of several configs may share them.
+    or_eager : bool
+        Whether steps run eagerly whose capture fails, as in `capture`.
     **options
         Those of `StepOptions`: ``cudagraph``, ``tbo``, ``accept``, ``capturing`` and others.
 
@@ -126,6 +128,7 @@ class StepDecoder(ReadOnly):
         buckets: Sequence[int] = (1,),
         sampled: bool = False,
         processors: ProcessorStates | None = None,
+        or_eager: bool = False,
         **options: Unpack[StepKeywords],
     ) -> None:
         if config.num_steps and draft is None:
@@ -163,7 +166,7 @@ class StepDecoder(ReadOnly):
         self._good: tuple[int, ...] | None = None
         self._launching = False
         self._processors: ProcessorStates | None = None
-        self.capture(sampled=sampled, processors=processors)
+        self.capture(sampled=sampled, processors=processors, or_eager=or_eager)
 
     def parts(self, level: Level) -> tuple[StepPart, ...]:
         """Return what a step consists of, in order."""
@@ -191,13 +194,15 @@ class StepDecoder(ReadOnly):
         sampled: bool = False,
         processors: ProcessorStates | None = None,
         constrained: bool = False,
+        or_eager: bool = False,
     ) -> None:
         """Capture every bucket, for greedy requests and what is asked for.
 
         Those are requests that draw, if ``sampled``, and requests with processors, if there are
         ``processors``; steps of the latter serve all requests. If ``constrained``, which needs
         them, steps for requests with a grammar are captured, too: in parts, whatever ``cudagraph``
-        says. Parts of which a bucket is captured already stay as they are.
+        says. Parts of which a bucket is captured already stay as they are. With ``or_eager``, a
+        capture that fails is logged, and batches that no captured bucket holds run eagerly.
 
         Raises
         ------
@@ -206,7 +211,7 @@ class StepDecoder(ReadOnly):
             another table or another vocabulary, or are others than before, or if there are none
             and ``constrained``.
         CaptureError
-            If a capture fails.
+            If a capture fails, unless ``or_eager``.
         """
         self._check_free()
         if processors is not None and processors is not self._processors:
@@ -231,6 +236,12 @@ class StepDecoder(ReadOnly):
                 self.runner.capture(part)
             except CapacityError as error:
                 log.warning("%s", error)
+            except CaptureError as error:
+                if not or_eager:
+                    raise
+                log.warning("%s; batches run eagerly unless a captured bucket holds them", error)
+                self.runner.leave_eager(self.modes)
+                break
         self._in_flight.align()
 
     def report(self) -> tuple[GraphReport, ...]:
