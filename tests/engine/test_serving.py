@@ -329,7 +329,7 @@ def test_a_loop_that_ends_leaves_the_engine_to_others(models, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "at"),
-    [("_prompts._run", 2), ("_launch_group", 3), ("_collect_group", 2)],
+    [("_run_prompts", 2), ("_launch_group", 3), ("_collect_group", 2)],
 )
 def test_what_the_engine_raises_reaches_every_consumer(models, expected, monkeypatch, name, at):
     """Those that wait as well, on threads and in asyncio; then it serves others."""
