@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter, deque
 from dataclasses import replace
 from functools import partial
@@ -78,12 +77,11 @@ class SpeculativeConfigs:
     ) -> None:
         self.all = tuple(dict.fromkeys(configs))
         for name in _SHARED:
-            first, *others = (getattr(config, name) for config in self.all)
-            for other in others:
-                if other != first:
-                    raise ValueError(
-                        f"{name} must be the same in all configs, got {first} and {other}"
-                    )
+            first, *others = dict.fromkeys(getattr(config, name) for config in self.all)
+            if others:
+                raise ValueError(
+                    f"{name} must be the same in all configs, got {first} and {others[0]}"
+                )
         self.adaptive = len(self.all) > 1
         if policy is not None and not self.adaptive:
             raise ValueError(
@@ -97,7 +95,7 @@ class SpeculativeConfigs:
         self.used: Counter[SpecConfig] = Counter()
         self.advanced: Counter[SpecConfig] = Counter()
         self.gained: Counter[SpecConfig] = Counter()
-        self._buckets = sorted(set(buckets))
+        self._buckets = tuple(buckets)
         self._window = window
         self._recent: deque[tuple[SpecConfig, list[int]]] = deque()
 
@@ -186,8 +184,7 @@ class SpeculativeConfigs:
             self.acceptance[old].add(tokens, -1)
 
     def _bucket(self, batch: int) -> int:
-        at = bisect.bisect_left(self._buckets, batch)
-        return self._buckets[at] if at < len(self._buckets) else batch
+        return min((size for size in self._buckets if size >= batch), default=batch)
 
 
 def smaller_configs(config: SpecConfig) -> tuple[SpecConfig, ...]:

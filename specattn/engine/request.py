@@ -232,9 +232,11 @@ class RunningRequest:
                 reason = "nonfinite"
                 break
             kept.append(token)
+            if self.stream is not None and token not in ends:
+                self.stream.feed([token])
             if token in ends:
                 reason = "eos" if token in self.eos else "stop"
-            elif self.stream is not None and self._stops(token):
+            elif self.stream is not None and self.stream.stopped:
                 reason = "stop"
             elif len(kept) >= room:
                 reason = "length"
@@ -249,9 +251,3 @@ class RunningRequest:
         if reason:
             result.finish_reason, result.finished_at = reason, time.perf_counter()
         return kept
-
-    def _stops(self, token: int) -> bool:
-        """Whether the text holds a stop string once this token is added."""
-        assert self.stream is not None
-        self.stream.feed([token])
-        return self.stream.stopped

@@ -72,15 +72,13 @@ class _Feed:
         if error is not None:
             raise error
         last, last_step, reason = self.read
-        return RequestOutput(
+        return replace(
+            result,
             tokens=result.tokens[tokens:last],
             finish_reason=reason,
             accept_lens=result.accept_lens[steps:last_step],
-            started_at=result.started_at,
-            first_token_at=result.first_token_at,
             finished_at=result.finished_at if reason else 0.0,
             logprobs=result.logprobs[tokens:last],
-            seed=result.seed,
         )
 
 
