@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from specattn.engine.request import Request
     from specattn.speculative.logits_processor import LogitsProcessor
-    from specattn.speculative.proposer import Proposer
     from specattn.speculative.step_setup import StepSetup
 
 
@@ -57,7 +56,7 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         self._setup, self._buckets, self._own = setup, buckets, own
         self.processors = self._alloc_processors() if processed else None
         for one in configs:
-            self[one] = self._make(setup.proposer, one, buckets, sampled=sampled)
+            self[one] = self._make(one, sampled=sampled)
         # levels whose captures were tried while requests ran, by config
         self._tried: set[tuple[SpecConfig, Level]] = set()
 
@@ -69,34 +68,25 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         if config != self._setup.config.plain():
             raise ValueError(f"config must be one of the engine's configs, got {config}")
         sampled = any(one.sampled for one in self.values())
-        # the largest bucket holds whatever batch the others hold; requests run that must go on
-        buckets = [max(self._buckets)]
-        found = self._make(None, config, buckets, sampled=sampled, or_eager=True)
-        self[config] = found
+        self[config] = found = self._make(config, sampled=sampled, late=True)
         tried = Level.each(sampled=sampled, processed=self.processors is not None)
         self._tried.update((config, level) for level in tried)
         return found
 
-    def _make(
-        self,
-        draft: Proposer | None,
-        config: SpecConfig,
-        buckets: Sequence[int],
-        *,
-        sampled: bool,
-        or_eager: bool = False,
-    ) -> StepDecoder:
+    def _make(self, config: SpecConfig, *, sampled: bool, late: bool = False) -> StepDecoder:
+        """Make a decoder; ``late`` is plain decoding while requests run."""
         setup = self._setup
         return StepDecoder(
             setup.target,
-            draft,
+            None if late else setup.proposer,
             config,
             setup.table,
             setup.states,
-            buckets=buckets,
+            # the largest bucket holds whatever batch the others hold
+            buckets=[max(self._buckets)] if late else self._buckets,
             sampled=sampled,
             processors=self.processors,
-            or_eager=or_eager,
+            or_eager=late,
             **vars(setup.options),
         )
 

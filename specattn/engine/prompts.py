@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.speculative.grammar import bitmask_of, open_bitmask
+from specattn.speculative.grammar import open_bitmask
 from specattn.speculative.prefill import Prompt
 from specattn.speculative.sampling import SamplingBatch
 
@@ -67,6 +67,5 @@ def _bitmask(admitted: Sequence[RunningRequest], vocab: int, device: torch.devic
     masks = open_bitmask(len(admitted), 1, vocab=vocab)
     for at, one in enumerate(admitted):
         if one.grammar is not None:
-            last = one.request.prompt[-1:]
-            masks[at] = bitmask_of(one.grammar, last, [-1], vocab, pin=False)
+            one.grammar.fill(one.request.prompt[-1:], [-1], masks[at])
     return masks.to(device)
