@@ -21,7 +21,7 @@ from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.decoders import Decoders
 from specattn.engine.detokenizer import text_functions, text_of
-from specattn.engine.intake import check_request, with_seeds, with_tokens
+from specattn.engine.intake import take
 from specattn.engine.metrics import EngineMetrics
 from specattn.engine.prompts import run_prompts
 from specattn.engine.ranks import agree, decide, ranks_of
@@ -182,14 +182,14 @@ class Engine:
         kv_scales: tuple[Scales, Scales] = (None, None),
         **options: Unpack[EngineKeywords],
     ) -> None:
-        drafts, self._ranks = draft_of(draft), ranks_of(target)
+        drafts, self.ranks = draft_of(draft), ranks_of(target)
         config, *configs = (one.reserving(drafts.draft_len(one)) for one in (config, *configs))
         self.config, self.processors = config, tuple(processors)
-        self._encode, self.detokenize = text_functions(tokenizer, detokenize)
+        self.encode, self.detokenize = text_functions(tokenizer, detokenize)
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
         self.configs = SpeculativeConfigs(
-            (config, *configs), policy, self.buckets, ranks=self._ranks
+            (config, *configs), policy, self.buckets, ranks=self.ranks
         )
         pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
         slots = pages * config.page_size if num_slots is None else num_slots
@@ -226,7 +226,7 @@ class Engine:
             deterministic,
             draft is not None,
         )
-        agree(self._ranks, "the settings of an Engine", (sizes, asked, steps.settings))
+        agree(self.ranks, "the settings of an Engine", (sizes, asked, steps.settings))
         setup = StepSetup(self.target, self.proposer, config, self.table, self.states, steps)
         self._decoders = Decoders(
             setup,
@@ -299,7 +299,7 @@ class Engine:
             raise ValueError(
                 f"on_tokens must be callable, got {on_tokens!r}; a Request has its own sampling"
             )
-        checked = self._checked(requests)
+        checked = take(requests, self)
         with self._one_thread():
             if self.scheduler.waiting:
                 raise ValueError(
@@ -310,7 +310,7 @@ class Engine:
                 results = self._to_their_ends(checked, on_tokens)
             finally:
                 self.clear()
-        agree(self._ranks, "the tokens of requests", [one.tokens for one in results])
+        agree(self.ranks, "the tokens of requests", [one.tokens for one in results])
         if self.detokenize is not None:
             for request, result in zip(checked, results, strict=True):
                 result.text = text_of(request, result, self.detokenize)
@@ -357,7 +357,7 @@ class Engine:
             the requests runs then, and those that ran before still do, unless an interrupt asks for
             `clear`.
         """
-        checked = self._checked(requests)
+        checked = take(requests, self)
         items = [(request, RequestOutput(seed=request.sampling.seed)) for request in checked]
         return self._admit(items, whole=False)
 
@@ -518,15 +518,6 @@ class Engine:
                 raise
             self._changing = False
 
-    def _checked(self, requests: Sequence[Request | str]) -> list[Request]:
-        """Return requests that can run, with tokens and seeds."""
-        checked = with_tokens(requests, self._encode)
-        for request in checked:
-            check_request(request, self)
-        running = [one.result.tokens for one in self.running]
-        agree(self._ranks, "requests, their seeds included,", (checked, running))
-        return with_seeds(checked, self._ranks)
-
     def _admit_waiting(self) -> list[RequestOutput]:
         """Admit as many waiting requests as have slots to their ends.
 
@@ -641,7 +632,7 @@ class Engine:
         proposer = self.proposer
         if not isinstance(proposer, HostProposer) or not config.num_steps:
             return None
-        return decide(self._ranks, lambda: list(proposer.draft(tuple(group), config)))
+        return decide(self.ranks, lambda: list(proposer.draft(tuple(group), config)))
 
     def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
         """Hand out what steps gained; requests that had ended before get nothing."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.checks import listed
-from specattn.engine.ranks import decide
+from specattn.engine.ranks import agree, decide
 from specattn.engine.request import Request
 from specattn.speculative.logits_processor import check_names
 from specattn.speculative.processors import MAX_END_IDS
@@ -17,25 +17,35 @@ from specattn.speculative.processors import MAX_END_IDS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch.distributed import ProcessGroup
-
     from specattn.engine.engine import Engine
 
 
-def with_tokens(
-    requests: Iterable[Request | str], encode: Callable[[str], list[int]] | None
-) -> list[Request]:
-    """Return requests as a list, with tokens for prompts that are texts.
+def take(requests: Iterable[Request | str], engine: Engine) -> list[Request]:
+    """Return requests that an engine can run, with tokens and seeds.
 
     Raises
     ------
     ValueError
-        If there is something else than a `Request` or a text among them, if it is one request by
-        itself, or if a prompt is a text, and nothing makes tokens of it.
+        If there is something else than a `Request` or a text among them, or one stands by itself;
+        if a prompt is a text, and nothing makes tokens of it; if it is empty, longer than the
+        context or has tokens outside the vocabulary; if stop tokens or tokens of ``sampling`` lie
+        outside it, or there are too many to end a request with ``min_new_tokens``; if
+        ``max_new_tokens`` is below 1; if one has stop strings, and there is no text, or asks for an
+        unknown processor.
+    RankError
+        If ranks are given different ones.
     """
     if isinstance(requests, Request | str):
         raise ValueError(f"requests must be a sequence of Request, got the one {requests!r}")
-    return [_encoded(one, encode) for one in listed("requests", requests, "Request")]
+    taken = [_encoded(one, engine.encode) for one in listed("requests", requests, "Request")]
+    for request in taken:
+        _check(request, engine)
+    running = [one.result.tokens for one in engine.running]
+    agree(engine.ranks, "requests, their seeds included,", (taken, running))
+    if not any(one.sampling.lacks_seed for one in taken):
+        return taken
+    seeds = count(decide(engine.ranks, fresh_seed))
+    return [one.seeded(next(seeds)) if one.sampling.lacks_seed else one for one in taken]
 
 
 def _encoded(request: Request | str, encode: Callable[[str], list[int]] | None) -> Request:
@@ -53,17 +63,7 @@ def _encoded(request: Request | str, encode: Callable[[str], list[int]] | None) 
     return replace(request, prompt=encode(request.prompt))
 
 
-def check_request(request: Request, engine: Engine) -> None:
-    """Check that an engine can run a request, whose prompt has tokens.
-
-    Raises
-    ------
-    ValueError
-        If the prompt is empty, longer than the context or has tokens outside the vocabulary; if
-        stop tokens or tokens of ``sampling`` lie outside it, or there are too many to end a request
-        with ``min_new_tokens``; if ``max_new_tokens`` is below 1; if it has stop strings, and there
-        is no text, or asks for an unknown processor.
-    """
+def _check(request: Request, engine: Engine) -> None:
     target, limit = engine.target.model, engine.config.max_context_len
     if not request.prompt:
         raise ValueError("the prompt is empty")
@@ -85,14 +85,6 @@ def check_request(request: Request, engine: Engine) -> None:
             f"got {size}"
         )
     check_names(dict(request.sampling.processors), engine.processors)
-
-
-def with_seeds(requests: list[Request], ranks: ProcessGroup | None) -> list[Request]:
-    """Give requests that draw a seed, the same on all ranks."""
-    if not any(one.sampling.lacks_seed for one in requests):
-        return requests
-    seeds = count(decide(ranks, fresh_seed))
-    return [one.seeded(next(seeds)) if one.sampling.lacks_seed else one for one in requests]
 
 
 def fresh_seed() -> int:

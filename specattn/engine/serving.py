@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from specattn.engine.detokenizer import TextStream, spoken
-from specattn.engine.ranks import ranks_of
+from specattn.engine.intake import take
 from specattn.engine.request import RequestOutput
 from specattn.errors import CapacityError, UnsupportedError
 
@@ -164,7 +164,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         device = engine.table.req_to_token.device
-        if ranks_of(engine.target.model) is not None:
+        if engine.ranks is not None:
             why = "the target's weights are sharded, and all ranks must take the same requests"
             raise UnsupportedError("AsyncEngine", [why])
         self._engine, self._scheduler = engine, engine.scheduler
@@ -195,7 +195,7 @@ class AsyncEngine:
         Exception
             What making its grammar raises.
         """
-        (checked,) = self._engine._checked([request])
+        (checked,) = take([request], self._engine)
         if checked.grammar is not None:
             checked = replace(checked, grammar=_made(checked.grammar))
         feed = _Feed(checked)

@@ -498,7 +498,7 @@ def test_requests_that_cannot_run_are_refused_where_they_are_submitted(models):
 
 def test_sharded_weights_are_refused_by_name(models, monkeypatch):
     engine = make(models)
-    monkeypatch.setattr(models[0], "process_group", object(), raising=False)
+    monkeypatch.setattr(engine, "ranks", object())
     with pytest.raises(UnsupportedError, match=r"AsyncEngine.*weights are sharded"):
         AsyncEngine(engine)
 
