@@ -184,7 +184,8 @@ class Engine:
     ) -> None:
         drafts, self.ranks = draft_of(draft), ranks_of(target)
         config, *configs = (one.reserving(drafts.draft_len(one)) for one in (config, *configs))
-        self.config, self.processors = config, tuple(processors)
+        self.config = config
+        self.processors = own = tuple(processors)
         self.encode, self.detokenize = text_functions(tokenizer, detokenize)
         self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
         whole_numbers("every bucket", self.buckets)
@@ -219,22 +220,11 @@ class Engine:
         cudagraph = cudagraph or ("piecewise" if between else "full")
         steps = StepOptions(record=graphs, cudagraph=cudagraph, recorder=Recorder(), **options)
         sizes = self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name
-        asked = (
-            [one.name for one in self.processors],
-            sampled,
-            processed,
-            deterministic,
-            draft is not None,
-        )
+        asked = [one.name for one in own], sampled, processed, deterministic, draft is not None
         agree(self.ranks, "the settings of an Engine", (sizes, asked, steps.settings))
         setup = StepSetup(self.target, self.proposer, config, self.table, self.states, steps)
         self._decoders = Decoders(
-            setup,
-            self.configs.all,
-            self.buckets,
-            self.processors,
-            sampled=sampled,
-            processed=processed,
+            setup, self.configs.all, self.buckets, own, sampled=sampled, processed=processed
         )
         # what `metrics` returns, but for what is counted when it is asked for
         self._totals = EngineMetrics()
@@ -484,7 +474,7 @@ class Engine:
             free_rows=table.num_free_rows,
             free_slots=table.num_free_slots,
             slots=(table.num_pages - 1) * table.page_size,
-            finished=dict(+self._finished),
+            finished=dict(self._finished),
             accept_lens=tuple(self._accept_lens),
         )
 
@@ -694,7 +684,8 @@ class Engine:
     def _drop_all(self, *, table: bool) -> None:
         """Drop every request, and wait for what is in flight; see `Scheduler.clear`."""
         self._steps = []
-        self._finished["dropped"] += self.scheduler.clear(table=table)
+        if dropped := self.scheduler.clear(table=table):
+            self._finished["dropped"] += dropped
         # a wait that was interrupted has left its step in flight, and may be again
         for decoder in self._decoders.values():
             decoder.settle()
