@@ -79,8 +79,7 @@ class Ours(Contestant):
         return self.out, self.batch.lse
 
     def detail(self) -> dict[str, Any]:
-        grid = self.kernel.kernels.grid
-        return {"tile": asdict(grid.tile), "splits": grid.splits}
+        return {"tile": asdict(self.kernel.tile), "splits": self.kernel.kernels.splits}
 
 
 class OursAuto(Contestant):

@@ -42,7 +42,7 @@ class DeterministicKernels(TreeKernels):
             raise ValueError(
                 f"split_keys must be a multiple of {tile.block_n} (a tile), got {splits.split_keys}"
             )
-        self.splits = splits
+        self.cuts = splits
         self.partial_tiles = splits.split_keys // tile.block_n
         # the tokens whose rows share a tile take turns at its end
         self.extra = min(bucket.q_len, cdiv(tile.block_m, bucket.group)) - 1
@@ -74,7 +74,7 @@ class DeterministicKernels(TreeKernels):
 
         Every partial result has a place of its own.
         """
-        keys, size = self.splits.max_keys, self.splits.split_keys
+        keys, size = self.cuts.max_keys, self.cuts.split_keys
         if bucket.csr:
             partials = bucket.batch + keys // size
         else:
@@ -98,7 +98,7 @@ class DeterministicKernels(TreeKernels):
             TAIL_BLOCK=max(power_of_2(max(bucket.tail_len, 1)), 16),
             WINDOW=bucket.window_left,
             CSR=bucket.csr,
-            BN=self.grid.tile.block_n,
+            BN=self.tile.block_n,
             WIDTH=self.paths.shape[1],
             num_warps=2,
         )

@@ -18,7 +18,6 @@ from torch import Tensor
 from specattn.kernels.attention.tiles import (
     FLOAT8,
     MOST_SHARERS,
-    DeviceLimits,
     TileConfig,
     logit_factors,
 )
@@ -49,33 +48,6 @@ class DeterministicSplits:
 
     max_keys: int
     split_keys: int = 1024
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The division of a bucket's work on a device.
-
-    Parameters
-    ----------
-    tile : TileConfig
-        The tile of a kernel.
-    m_tiles : int
-        Tiles that the packed rows of a request and KV head take.
-    splits : int
-        Most shares that the keys of the batch are cut into; per KV head and M tile, a CTA each.
-    """
-
-    tile: TileConfig
-    m_tiles: int
-    splits: int
-
-    @classmethod
-    def of(cls, bucket: TreeAttention, tile: TileConfig) -> Self:
-        """Give every multiprocessor as many CTAs as the tile is meant for."""
-        limits = DeviceLimits.of(bucket.device)
-        m_tiles = cdiv(bucket.q_len * bucket.group, tile.block_m)
-        splits = limits.sms * tile.ctas_per_sm // (bucket.num_kv_heads * m_tiles)
-        return cls(tile, m_tiles, max(1, splits))
 
 
 class Tail(NamedTuple):
@@ -286,7 +258,7 @@ class TreeAttention:
     @property
     def tile(self) -> TileConfig:
         """The tile of the kernel."""
-        return self.kernels.grid.tile
+        return self.kernels.tile
 
     @property
     def may_share(self) -> bool:

@@ -29,7 +29,6 @@ from specattn.kernels.attention.tiles import (
     tile_config,
 )
 from specattn.kernels.attention.tree import (
-    Grid,
     Operands,
     Prompts,
     Tail,
@@ -47,6 +46,15 @@ class TreeKernels:
     """Tables and launches of one bucket; ``tile`` overrides the tile table.
 
     What changes from layer to layer is read from the bucket that a call is given.
+
+    Attributes
+    ----------
+    tile : TileConfig
+        The tile of the kernel.
+    m_tiles : int
+        Tiles that the packed rows of a request and KV head take.
+    splits : int
+        Most shares that the keys of the batch are cut into; per KV head and M tile, a CTA each.
     """
 
     tables: TreePlan
@@ -57,18 +65,22 @@ class TreeKernels:
     extra = 0
 
     def __init__(self, bucket: TreeAttention, tile: TileConfig | None) -> None:
-        self.grid = grid = Grid.of(bucket, tile or self.choose_tile(bucket))
+        self.tile = tile = tile or self.choose_tile(bucket)
+        self.m_tiles = cdiv(bucket.q_len * bucket.group, tile.block_m)
+        # every multiprocessor gets as many CTAs as the tile is meant for
+        ctas = DeviceLimits.of(bucket.device).sms * tile.ctas_per_sm
+        self.splits = max(1, ctas // (bucket.num_kv_heads * self.m_tiles))
         self.merge_tile = merge_tile(bucket.batch)
         self.sharing = self._sharing(bucket)
         self.tables = TreePlan(
             batch=bucket.batch,
-            max_splits=grid.splits,
+            max_splits=self.splits,
             tail_len=bucket.tail_len,
             window_left=bucket.window_left,
-            block_n=grid.tile.block_n,
+            block_n=tile.block_n,
             csr=bucket.csr,
             device=bucket.device,
-            min_tiles=grid.tile.min_tiles,
+            min_tiles=tile.min_tiles,
             partial_tiles=self.partial_tiles,
             extra=self.extra,
             sharing=self.sharing,
@@ -93,32 +105,31 @@ class TreeKernels:
 
     def _sharing(self, bucket: TreeAttention) -> Sharing | None:
         """Return what is shared, in blocks of a request's M tiles."""
-        tile, rows = self.grid.tile, bucket.q_len * bucket.group
         if not bucket.may_share or self.partial_tiles:
             return None
-        return Sharing(bucket.share_from, rows, self.grid.m_tiles * tile.block_m)
+        rows = bucket.q_len * bucket.group
+        return Sharing(bucket.share_from, rows, self.m_tiles * self.tile.block_m)
 
     @property
     def may_prefetch(self) -> bool:
         """Whether the kernel can read a prefix before it waits."""
-        tile = self.grid.tile
-        return isinstance(tile, GluonTile) and not tile.raw_stages
+        return isinstance(self.tile, GluonTile) and not self.tile.raw_stages
 
     def workspace(self, bucket: TreeAttention) -> list[tuple[int, torch.dtype]]:
         """Return elements and dtypes of the partial values and their log-sum-exps."""
-        grid, sharing = self.grid, self.sharing
+        sharing = self.sharing
         if sharing:
-            entries = grid.splits + sharing.entries(bucket.batch)
+            entries = self.splits + sharing.entries(bucket.batch)
             rows = self._own_rows(bucket) + bucket.num_kv_heads * entries * sharing.tile_rows
         else:
             # a split has one partial result, or two where a cut request ends and the next begins
-            partials = grid.splits + min(bucket.batch, grid.splits)
-            rows = partials * bucket.num_kv_heads * grid.m_tiles * grid.tile.block_m
+            partials = self.splits + min(bucket.batch, self.splits)
+            rows = partials * bucket.num_kv_heads * self.m_tiles * self.tile.block_m
         return [(rows * bucket.v_head_dim, bucket.dtype), (rows, torch.float32)]
 
     def _own_rows(self, bucket: TreeAttention) -> int:
         """Return rows of partial results that are not shared: they come first."""
-        return (self.grid.splits + bucket.batch) * bucket.num_kv_heads * bucket.q_len * bucket.group
+        return (self.splits + bucket.batch) * bucket.num_kv_heads * bucket.q_len * bucket.group
 
     def plan(
         self, seq_lens: Tensor, rows: Tensor | None, row_stride: int, table: Tensor | None = None
@@ -132,19 +143,18 @@ class TreeKernels:
     def run(self, bucket: TreeAttention, operands: Operands) -> None:
         """Attend and merge."""
         self.attend(bucket, operands)
-        if self.grid.splits > 1 or self.partial_tiles or self.sharing:
+        if self.splits > 1 or self.partial_tiles or self.sharing:
             self.merge(bucket, operands.out, operands.lse)
 
     def attend(self, bucket: TreeAttention, operands: Operands) -> None:
         """Launch the kernel of the tile."""
-        grid = self.grid
         launch(
-            grid.tile,
+            self.tile,
             bucket,
             operands,
             (self.tables.requests, self.tables.splits, *bucket.workspace),
-            blocks=(grid.splits * bucket.num_kv_heads * grid.m_tiles,),
-            MT=grid.m_tiles,
+            blocks=(self.splits * bucket.num_kv_heads * self.m_tiles,),
+            MT=self.m_tiles,
             **self.shared(bucket, "members"),
             **self.path_options,
         )
@@ -157,7 +167,7 @@ class TreeKernels:
 
     def merge(self, bucket: TreeAttention, out: Tensor, lse: Tensor | None) -> None:
         """Launch the merge of the requests that were cut."""
-        grid, merge, in_order = self.grid, self.merge_tile, self.partial_tiles > 0
+        merge, in_order = self.merge_tile, self.partial_tiles > 0
         # whatever the splits, any request may have to be merged, and results have no padded rows
         each = in_order or self.sharing is not None
         rows, width = bucket.q_len * bucket.group, padded(bucket.v_head_dim)
@@ -165,7 +175,7 @@ class TreeKernels:
         blocks = (
             bucket.num_kv_heads * width // span,
             cdiv(rows, merge.rows),
-            bucket.batch if each else min(grid.splits, bucket.batch),
+            bucket.batch if each else min(self.splits, bucket.batch),
         )
         merge_kernel[blocks](
             self.tables.merges,
@@ -180,14 +190,14 @@ class TreeKernels:
             NUM_KV=bucket.num_kv_heads,
             V_DIM=bucket.v_head_dim,
             V_PAD=width,
-            BM=rows if each else grid.tile.block_m,
-            MT=1 if each else grid.m_tiles,
+            BM=rows if each else self.tile.block_m,
+            MT=1 if each else self.m_tiles,
             SPAN=span,
             ROWS=merge.rows,
-            PARTIALS=merge.partials if in_order else min(merge.partials, grid.splits),
+            PARTIALS=merge.partials if in_order else min(merge.partials, self.splits),
             MANY=merge.many,
             IN_ORDER=in_order,
-            TILE_ROWS=grid.m_tiles * grid.tile.block_m,
+            TILE_ROWS=self.m_tiles * self.tile.block_m,
             **self.shared(bucket, "shares"),
             num_warps=4,
             **self.launch_options,

@@ -23,7 +23,7 @@ class LatentKernels(TreeKernels):
     def __init__(self, bucket: TreeAttention, tile: TileConfig | None) -> None:
         super().__init__(bucket, tile)
         self.merge_tile = MERGE
-        self._tile = tile = self.grid.tile
+        tile = self.tile
         if tile.block_n > 64:
             raise ValueError(f"block_n must be at most 64, got {tile.block_n}")
         sizes = {
@@ -31,7 +31,7 @@ class LatentKernels(TreeKernels):
             "TAIL": bucket.tail_len,
             "WORDS": bucket.words,
             "HEADS": bucket.num_qo_heads,
-            "MT": self.grid.m_tiles,
+            "MT": self.m_tiles,
             "STAGES": tile.stages,
             **self.launch_options,
         }
@@ -55,7 +55,7 @@ class LatentKernels(TreeKernels):
 
     def attend(self, bucket: TreeAttention, operands: Operands) -> None:
         """Launch the tile's kernel; Triton's, where Gluon's cannot copy the rows."""
-        tile, blocks = self._tile, (self.grid.splits * self.grid.m_tiles,)
+        tile, blocks = self.tile, (self.splits * self.m_tiles,)
         q, k_cache, _, out, lse, indices, tail = operands
         strides = tail.strides
         inputs = (
