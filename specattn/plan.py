@@ -125,11 +125,6 @@ class AttnPlan:
         return len(self.req_pool_indices)
 
     @property
-    def idle(self) -> bool:
-        """Whether there is no request at all (a rank without work)."""
-        return not self.batch
-
-    @property
     def out_slots(self) -> Tensor:
         """``[B, q_len]`` int32 view of the tail: the slots this forward writes."""
         return self.tail_slots[:, self.layout.tail - self.layout.q_len :]
@@ -190,11 +185,6 @@ class CsrPlan:
     kv_indices: Tensor
     out_slots: Tensor
 
-    @property
-    def idle(self) -> bool:
-        """Whether there is no request at all."""
-        return len(self.kv_indptr) == 1
-
 
 @dataclass(frozen=True)
 class ExtendPlan:
@@ -224,11 +214,6 @@ class ExtendPlan:
     max_q_len: int
     max_seq_len: int
     page_size: int = 1
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is no request at all."""
-        return not len(self.req_pool_indices)
 
 
 Plan = AttnPlan | CsrPlan | ExtendPlan

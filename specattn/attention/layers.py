@@ -66,7 +66,7 @@ class LayerGroup:
         if have % need:
             reason = f"page_size must be a multiple of {need}, got {have}"
             raise UnsupportedError(f"backend {self.made_by.name!r}", [reason])
-        if plan.idle:
+        if not plan.out_slots.numel():
             return FunctionAttention(plan, idle_attention, {})
         return self.backend.bind(plan)
 

@@ -217,7 +217,7 @@ class FunctionAttention(BoundAttention):
 
 
 def idle_attention(*tensors: Tensor | None, **options: object) -> None:
-    """Attend for no request: every tensor is empty."""
+    """Attend with no query token, as a rank without work does."""
 
 
 class JointFill(BoundAttention):
