@@ -149,10 +149,12 @@ def merge_kernel(
         top = tl.full([ROWS], EMPTY, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, SPAN], tl.float32)
-        begin = 0
-        if MANY > 0:
-            begin = partials // MANY * MANY
-            for p0 in tl.range(0, begin, MANY):
+        begin = partials // MANY * MANY if MANY > 0 else 0
+        # the first parts many at once, as long as there are as many; then the rest
+        for part in tl.static_range(0 if MANY > 0 else 1, 2):
+            for p0 in tl.range(
+                begin if part else 0, partials if part else begin, PARTIALS if part else MANY
+            ):
                 top, total, acc = _weigh(
                     first_lse,
                     first_out,
@@ -165,27 +167,10 @@ def merge_kernel(
                     NUM_KV * MT * BM,
                     V_DIM,
                     WHOLE,
-                    MANY,
-                    True,
+                    PARTIALS if part else MANY,
+                    part == 0,
                     IN_ORDER,
                 )
-        for p0 in tl.range(begin, partials, PARTIALS):
-            top, total, acc = _weigh(
-                first_lse,
-                first_out,
-                top,
-                total,
-                acc,
-                p0,
-                partials,
-                column_ok,
-                NUM_KV * MT * BM,
-                V_DIM,
-                WHOLE,
-                PARTIALS,
-                False,
-                IN_ORDER,
-            )
 
         if shares is not None:
             # a request's rows may lie in two entries
