@@ -125,6 +125,11 @@ class AttnPlan:
         return len(self.req_pool_indices)
 
     @property
+    def grows(self) -> bool:
+        """Whether the tail holds earlier nodes, whose words are known late."""
+        return self.layout.tail > self.layout.q_len
+
+    @property
     def out_slots(self) -> Tensor:
         """``[B, q_len]`` int32 view of the tail: the slots this forward writes."""
         return self.tail_slots[:, self.layout.tail - self.layout.q_len :]

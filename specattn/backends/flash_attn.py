@@ -236,15 +236,10 @@ class Fa3Tree(BoundAttention):
 
         return cls(backend, plan, keys_of_prefixes(plan), Keys(table, lens, fill))
 
-    @property
-    def grows(self) -> bool:
-        """Whether the tail holds earlier nodes: in draft steps."""
-        return self.plan.layout.tail > self.plan.layout.q_len
-
     def fill(self) -> None:
         """List the prefixes, and the ancestors unless `run` will know them."""
         self.prefixes.fill()
-        if not self.grows:
+        if not self.plan.grows:
             self.ancestors.fill()
 
     def run(
@@ -253,7 +248,7 @@ class Fa3Tree(BoundAttention):
         """Attend; see `BoundAttention.run`."""
         plan, backend, ancestors = self.plan, self.backend, self.ancestors
         shape = (plan.batch, plan.layout.q_len)
-        if self.grows:
+        if plan.grows:
             ancestors.fill()
         merged = out.unflatten(0, shape)
         _, prefix_lse = backend.call(q.unflatten(0, shape), k_cache, v_cache, merged, self.prefixes)

@@ -352,7 +352,7 @@ class PackedMasks:
     def __init__(self, plan: AttnPlan, lists: RequestLists | TailLists, backend: str) -> None:
         layout = plan.layout
         self.plan, self.lists = plan, lists
-        self.late = layout.tail > layout.q_len
+        self.late = plan.grows
         if isinstance(lists, TailLists):
             # planned once: FlashInfer begins a request's bytes where it counts its cells
             size = cells = plan.batch * layout.q_len * layout.tail

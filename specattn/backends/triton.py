@@ -283,7 +283,7 @@ def bind_kernel(
             "tail_positions": plan.tail_positions,
             "tail_words": plan.tail_words,
         }
-        late = plan.layout.tail > plan.layout.q_len
+        late = plan.grows
     if deterministic:
         return TritonDeterministic(plan, kernel, request, inputs, late)
     return TritonTree(plan, kernel, request, inputs)

@@ -19,9 +19,9 @@ from specattn.kernels.attention.tree import (
     Operands,
     Prompts,
     TreeAttention,
-    check_lse,
     check_sinks,
 )
+from specattn.kernels.checks import require_rows, require_shape
 from specattn.kernels.launch import cdiv, power_of_2
 
 merge = TritonModule("specattn.kernels.attention.triton_merge")
@@ -213,17 +213,10 @@ def check_extend(
     kv_dtype = q.dtype
     if k_cache.dtype == FLOAT8 and q.dtype != torch.float32:
         kv_dtype = FLOAT8
-    if k_cache.shape != (slots, kv_heads, head_dim):
-        raise ValueError(
-            f"k_cache must be {[slots, kv_heads, head_dim]}, got {list(k_cache.shape)}"
-        )
     if heads % kv_heads:
         raise ValueError(f"q must have a multiple of {kv_heads} heads, got {heads}")
-    if out.shape != (tokens, heads, v_head_dim):
-        raise ValueError(f"out must be {[tokens, heads, v_head_dim]}, got {list(out.shape)}")
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
-        if tensor.dtype != (q.dtype if name == "out" else kv_dtype):
-            raise ValueError(f"{name} must be {q.dtype} like q, got {tensor.dtype}")
-    if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache, out)):
-        raise ValueError("q, k_cache, v_cache and out must be contiguous in their last dimension")
-    check_lse(lse, tokens, heads)
+    require_shape((slots, kv_heads, head_dim), kv_dtype, k_cache=k_cache)
+    require_shape((slots, kv_heads, v_head_dim), kv_dtype, v_cache=v_cache)
+    require_shape((tokens, heads, v_head_dim), q.dtype, out=out)
+    require_shape((tokens, heads), torch.float32, lse=lse)
+    require_rows(q=q, k_cache=k_cache, v_cache=v_cache, out=out)

@@ -21,6 +21,7 @@ from specattn.kernels.attention.tiles import (
     TileConfig,
     logit_factors,
 )
+from specattn.kernels.checks import require_rows, require_shape
 from specattn.kernels.launch import cdiv
 
 if TYPE_CHECKING:
@@ -359,8 +360,9 @@ class TreeAttention:
         table : Tensor, optional
             ``[rows, C]`` int32, that table; needed with ``share_from``.
         """
-        _check("seq_lens", seq_lens, (self.batch,), torch.int32)
-        _check("req_pool_indices", req_pool_indices, (self.batch,), torch.int64)
+        require_shape((self.batch,), torch.int32, seq_lens=seq_lens)
+        require_shape((self.batch,), torch.int64, req_pool_indices=req_pool_indices)
+        require_rows(seq_lens=seq_lens, req_pool_indices=req_pool_indices)
         if self.share_from and (table is None or table.dtype != torch.int32):
             found = None if table is None else table.dtype
             raise ValueError(f"table must be int32 [rows, C] with share_from, got {found}")
@@ -368,7 +370,8 @@ class TreeAttention:
 
     def plan_csr(self, kv_indptr: Tensor) -> PlanRequest:
         """Return what splits the work of lists: of ``[B + 1]`` int32."""
-        _check("kv_indptr", kv_indptr, (self.batch + 1,), torch.int32)
+        require_shape((self.batch + 1,), torch.int32, kv_indptr=kv_indptr)
+        require_rows(kv_indptr=kv_indptr)
         return self.kernels.plan(kv_indptr, None, 1)
 
     def trace(self, *, indices: Tensor, **tail: Tensor | None) -> None:
@@ -434,11 +437,13 @@ class TreeAttention:
     def _check_run(self, operands: Operands) -> None:
         q, k_cache, v_cache, out, lse, indices, _ = operands
         rows, heads, kv_heads = self.batch * self.q_len, self.num_qo_heads, self.num_kv_heads
-        _check("q", q, (rows, heads, self.head_dim), self.dtype)
-        _check("out", out, (rows, heads, self.v_head_dim), self.dtype)
-        _check("k_cache", k_cache, (k_cache.shape[0], kv_heads, self.head_dim), self.kv_dtype)
-        _check("v_cache", v_cache, (v_cache.shape[0], kv_heads, self.v_head_dim), self.kv_dtype)
-        check_lse(lse, rows, heads)
+        key, value = (kv_heads, self.head_dim), (kv_heads, self.v_head_dim)
+        require_shape((rows, heads, self.head_dim), self.dtype, q=q)
+        require_shape((rows, heads, self.v_head_dim), self.dtype, out=out)
+        require_shape((len(k_cache), *key), self.kv_dtype, k_cache=k_cache)
+        require_shape((len(v_cache), *value), self.kv_dtype, v_cache=v_cache)
+        require_shape((rows, heads), torch.float32, lse=lse)
+        require_rows(q=q, out=out, k_cache=k_cache, v_cache=v_cache)
         if indices.dtype != torch.int32 or not indices.numel() or indices.stride(-1) != 1:
             raise ValueError(
                 f"indices must be int32, not empty, its last dimension contiguous, got "
@@ -459,26 +464,18 @@ class TreeAttention:
             positions = tail_positions = None
         if not tail:
             tail_slots = tail_positions = tail_words = None
-        if positions is not None:
-            _check("positions", positions, (batch, q_len), torch.int64)
-        if tail_slots is not None:
-            _check("tail_slots", tail_slots, (batch, tail), torch.int32)
-        if tail_positions is not None:
-            _check("tail_positions", tail_positions, (batch, tail), torch.int64)
-        if tail_words is not None:
-            _check("tail_words", tail_words, (batch, q_len, self.words), torch.int64)
+        require_shape((batch, q_len), torch.int64, positions=positions)
+        require_shape((batch, tail), torch.int32, tail_slots=tail_slots)
+        require_shape((batch, tail), torch.int64, tail_positions=tail_positions)
+        require_shape((batch, q_len, self.words), torch.int64, tail_words=tail_words)
+        require_rows(positions=positions, tail_slots=tail_slots)
+        require_rows(tail_positions=tail_positions, tail_words=tail_words)
         return Tail(positions, tail_slots, tail_positions, tail_words)
 
 
 def row_strides(tensor: Tensor | None) -> tuple[int, int]:
     """Return the first two strides of a tensor; zeros for none."""
     return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
-
-
-def check_lse(lse: Tensor | None, rows: int, heads: int) -> None:
-    """Raise a ValueError unless ``lse`` is None or float32 ``[rows, heads]``."""
-    if lse is not None and (lse.shape != (rows, heads) or lse.dtype != torch.float32):
-        raise ValueError(f"lse must be float32 {[rows, heads]}, got {lse.dtype} {list(lse.shape)}")
 
 
 def check_sinks(sinks: Tensor, heads: int, device: torch.device) -> None:
@@ -493,15 +490,6 @@ def check_sinks(sinks: Tensor, heads: int, device: torch.device) -> None:
             f"sinks must be {[heads]} float32, float16 or bfloat16, contiguous, on {device}, got "
             f"{list(sinks.shape)} {sinks.dtype} on {sinks.device}"
         )
-
-
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tensor.shape != shape or tensor.dtype != dtype:
-        raise ValueError(
-            f"{name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
-        )
-    if tensor.stride(-1) != 1 and shape[-1] > 1:
-        raise ValueError(f"{name} must be contiguous in its last dimension")
 
 
 def _carve(
