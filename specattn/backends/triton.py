@@ -149,8 +149,13 @@ class TritonBackend(ReadOnly):
             workspace=self.workspace,
             kv_dtype=config.kv_dtype,
             deterministic=splits,
-            share_from=SHARE_FROM if self.share_prefixes else 0,
+            share_from=SHARE_FROM if self.shares else 0,
         )
+
+    @property
+    def shares(self) -> bool:
+        """Whether its kernels share prefixes: those of latent layers cannot."""
+        return self.share_prefixes and self.kernels is TreeAttention
 
     def workspace(self, size: int) -> Tensor:
         """Return at least ``size`` bytes; what was returned before stays valid.
