@@ -70,7 +70,7 @@ def read_block(
 
 
 def read_states(checkpoint: Checkpoint, target_layers: int) -> tuple[int, ...]:
-    """Return the target's states that the head reads, as in `HFTarget.features`."""
+    """Return the target's states that the head reads, as in `LoadedTarget`."""
     made_for = checkpoint.settings.get("num_target_layers")
     if made_for not in (None, target_layers):
         raise checkpoint.wrong_setting("num_target_layers", f"; the target has {target_layers}")

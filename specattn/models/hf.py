@@ -27,8 +27,55 @@ if TYPE_CHECKING:
     from specattn.speculative.model import Attend
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LoadedTarget:
+    """The parts that loaded targets have, whatever runs them.
+
+    Parameters
+    ----------
+    name : str
+        The model's folder or Hub id, for messages and for the tokenizer.
+    features : tuple of int
+        The hidden states that `forward` returns for a draft, in Hugging Face's numbering: state
+        ``i`` enters layer ``i`` and leaves layer ``i - 1``, and state ``len(layers)`` is that after
+        the final norm. Several states are concatenated in the order given; none are no features.
+    """
+
+    name: str = ""
+    features: tuple[int, ...] = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def layers(self) -> tuple[AttnConfig, ...]:
+            """The attention geometry of every layer."""
+
+    def with_features(self, features: tuple[int, ...]) -> Self:
+        """Return a target of the same weights that gives other ``features``.
+
+        Raises
+        ------
+        ValueError
+            If the model has no such hidden state.
+        """
+        if any(not 0 <= index <= len(self.layers) for index in features):
+            raise ValueError(f"features must be 0..{len(self.layers)}, got {features}")
+        return replace(self, features=features)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer next to the model, loaded on first use.
+
+        Raises
+        ------
+        ModelError
+            If there is none.
+        """
+        return tokenizer_of(self.name)
+
+
 @dataclass(frozen=True, eq=False)
-class HFTarget:
+class HFTarget(LoadedTarget):
     """A Hugging Face causal LM whose attention the caller supplies.
 
     Its attention is the ``attend`` of each `forward`. `from_pretrained` and `from_model` make one.
@@ -39,22 +86,15 @@ class HFTarget:
     ----------
     module : PreTrainedModel
         The model, in evaluation mode and without gradients.
-    name : str
-        The model's folder or Hub id, for messages and for the tokenizer.
     layers : tuple of AttnConfig
         The attention geometry of every layer.
-    features : tuple of int
-        The hidden states that `forward` returns for a draft, in Hugging Face's numbering: state
-        ``i`` enters layer ``i`` and leaves layer ``i - 1``, and state ``len(layers)`` is that after
-        the final norm. Several states are concatenated in the order given; none are no features.
     before : ModelState, optional
-        What `restore` puts the model back into; None leaves it as it is.
+        What `restore` puts the model back into; None leaves it as it is. The other parts are those
+        of `LoadedTarget`.
     """
 
     module: Any
-    name: str
     layers: tuple[AttnConfig, ...]
-    features: tuple[int, ...] = ()
     before: ModelState | None = None
 
     @classmethod
@@ -108,7 +148,7 @@ class HFTarget:
         try:
             module.eval().requires_grad_(False)
             check_heads(name, module, config)
-            return cls(module, name, probe_layers(module), before=before)
+            return cls(module, probe_layers(module), before, name=name)
         except BaseException:
             before.restore(module)
             raise
@@ -121,16 +161,6 @@ class HFTarget:
         """
         if self.before is not None:
             self.before.restore(self.module)
-
-    def with_features(self, features: tuple[int, ...]) -> Self:
-        """Return a target of the same weights that gives other ``features``.
-
-        Raises
-        ------
-        ValueError
-            If the model has no such hidden state.
-        """
-        return replace(self, features=checked_features(features, len(self.layers)))
 
     @property
     def config(self) -> Any:
@@ -207,17 +237,6 @@ class HFTarget:
         head: nn.Linear = self.module.get_output_embeddings()
         return head
 
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer next to the model, loaded on first use.
-
-        Raises
-        ------
-        ModelError
-            If there is none.
-        """
-        return tokenizer_of(self.name)
-
     @torch.no_grad()
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
@@ -257,13 +276,6 @@ class HFTarget:
     @cached_property
     def _takes_rows(self) -> bool:
         return "logits_to_keep" in inspect.signature(self.module.forward).parameters
-
-
-def checked_features(features: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """Return ``features``; refuse states that a target of ``layers`` layers lacks."""
-    if any(not 0 <= index <= layers for index in features):
-        raise ValueError(f"features must be 0..{layers}, got {features}")
-    return features
 
 
 def refuse_rescaling(argument: str, name: str, config: Any, max_context_len: int) -> None:

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from specattn.models.builder import Target
     from specattn.models.checkpoint import Checkpoint
-    from specattn.models.fused.target import FusedTarget
-    from specattn.models.hf import HFTarget
 
 _FILE = "tokenizer.json"
 # Vocabularies are padded to multiples of at most this.
@@ -27,7 +26,7 @@ _MOST_PADDING = 1024
 _FEW_TOKENS = 8
 
 
-def check_head_tokenizer(folder: Path, name: str, target: HFTarget | FusedTarget) -> None:
+def check_head_tokenizer(folder: Path, name: str, target: Target) -> None:
     """Refuse a head beside whose weights lies another tokenizer than the target's.
 
     Without a ``tokenizer.json``, or a tokenizer of the target, there is nothing to compare.
@@ -57,7 +56,7 @@ def check_head_tokenizer(folder: Path, name: str, target: HFTarget | FusedTarget
     check_vocabulary(name, found, wanted, _FILE)
 
 
-def check_padding(name: str, vocab_size: int, target: HFTarget | FusedTarget) -> None:
+def check_padding(name: str, vocab_size: int, target: Target) -> None:
     """Refuse a draft whose vocabulary differs by more than padding.
 
     Tokens that the target's tokenizer does not name are padding.
@@ -92,7 +91,7 @@ def check_padding(name: str, vocab_size: int, target: HFTarget | FusedTarget) ->
     )
 
 
-def vocabulary(model: HFTarget | FusedTarget) -> Mapping[str, int] | None:
+def vocabulary(model: Target) -> Mapping[str, int] | None:
     """Return a model's token ids by token; None without a tokenizer."""
     try:
         found: dict[str, int] = model.tokenizer.get_vocab()

@@ -149,7 +149,7 @@ def weights_of(model: Any) -> tuple[tuple[int, torch.dtype], ...]:
 
 def target_of(model: Any) -> HFTarget:
     """Return a model as a target, which does not keep it alive."""
-    return HFTarget(weakref.proxy(model), model.name_or_path, probe_layers(model))
+    return HFTarget(weakref.proxy(model), probe_layers(model), name=model.name_or_path)
 
 
 def features_for(target: HFTarget, draft: Any) -> HFTarget:

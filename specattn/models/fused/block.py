@@ -220,7 +220,7 @@ class FusedModel:
     blocks : tuple of Block
         The weights of every layer.
     features : tuple of int
-        The target's hidden states that a draft reads, as in `HFTarget.features`: a target gives
+        The target's hidden states that a draft reads, as in `LoadedTarget`: a target gives
         them, and a head must be given them (pass them to `HFTarget.with_features`).
     """
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,7 @@ from specattn.errors import ModelError
 from specattn.kernels.fused import add_rms_norm
 from specattn.kernels.fused.stream import ready
 from specattn.models.fused.block import Block, FusedModel, RotaryTable, product
-from specattn.models.hf import HFTarget, checked_features
-from specattn.models.pretrained import tokenizer_of
+from specattn.models.hf import HFTarget, LoadedTarget
 from specattn.models.shards import is_sharded
 from specattn.speculative.model import TargetOutput
 from specattn.speculative.standalone import LMDraft
@@ -40,7 +38,7 @@ _PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class FusedTarget(FusedModel):
+class FusedTarget(FusedModel, LoadedTarget):
     """A target of few kernel launches, which goes wherever an `HFTarget` goes.
 
     `from_target` makes one of a loaded model of the types in `MODEL_TYPES`.
@@ -52,15 +50,12 @@ class FusedTarget(FusedModel):
     max_context_len : int
         Tokens up to which positions mean what they did in training.
     eos_token_ids : frozenset of int
-        Tokens that end a text.
-    name : str
-        The model's folder or Hub id, for the tokenizer; the other parts are those of `FusedModel`.
+        Tokens that end a text. The other parts are those of `FusedModel` and `LoadedTarget`.
     """
 
     norm: Tensor
     max_context_len: int
     eos_token_ids: frozenset[int]
-    name: str = ""
 
     @classmethod
     def from_target(cls, target: HFTarget) -> Self:
@@ -98,31 +93,10 @@ class FusedTarget(FusedModel):
             name=target.name,
         )
 
-    def with_features(self, features: tuple[int, ...]) -> Self:
-        """Return a target of the same weights that gives other ``features``.
-
-        Raises
-        ------
-        ValueError
-            If the model has no such hidden state.
-        """
-        return replace(self, features=checked_features(features, len(self.layers)))
-
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.norm.device
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer next to the model, loaded on first use.
-
-        Raises
-        ------
-        ModelError
-            If there is none.
-        """
-        return tokenizer_of(self.name)
 
     @torch.no_grad()
     def forward(
