@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[int, ...]]
 
-
+# What is read of config.json: whole numbers that it must have and may have, and the rest.
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads")
 _COUNTS = (
     "num_hidden_layers",

@@ -44,6 +44,7 @@ class LoadedTarget:
     name: str = ""
     features: tuple[int, ...] = ()
 
+    # a field of some targets and a property of others
     if TYPE_CHECKING:
 
         @property
