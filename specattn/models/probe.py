@@ -136,8 +136,7 @@ class _Probe:
         if index in self.heads:
             raise _UnfitError(f"runs attention layer {index} twice")
         self.heads[index] = query, key, value
-        self._refuse(module, asked)
-        self._check_sinks(index, asked.get(_SINKS), query.shape[1])
+        self._refuse(module, query.shape[1], asked)
         try:
             self._layers[index] = AttnConfig(
                 num_qo_heads=query.shape[1],
@@ -157,43 +156,37 @@ class _Probe:
         return out.transpose(1, 2).contiguous()
 
     def layers(self) -> tuple[AttnConfig, ...]:
-        """Return what was seen, once all layers were."""
+        """Return what was seen, unless no one pool holds it (Gemma 4)."""
         wanted = self._config.num_hidden_layers
         if sorted(self._layers) != list(range(wanted)):
             raise _UnfitError(f"has attention in layers {sorted(self._layers)} of {wanted} only")
-        self._check_one_pool()
-        return tuple(self._layers[index] for index in range(wanted))
-
-    def _check_one_pool(self) -> None:
-        """Refuse keys and values that one pool cannot hold (Gemma 4)."""
-        heads = {
-            index: f"{layer.num_kv_heads} of {layer.head_dim}"
+        layers = tuple(self._layers[index] for index in range(wanted))
+        heads = [
+            f"{layer.num_kv_heads} of {layer.head_dim}"
             + (f" (values of {layer.v_head_dim})" if layer.v_head_dim != layer.head_dim else "")
-            for index, layer in self._layers.items()
-        }
-        for index, found in heads.items():
+            for layer in layers
+        ]
+        for index, found in enumerate(heads):
             if found != heads[0]:
                 raise _UnfitError(
                     f"has KV heads of several shapes, which one pool cannot hold: {heads[0]} in "
                     f"layer 0, {found} in layer {index}"
                 )
+        return layers
 
-    def _refuse(self, module: Any, asked: dict[str, Any]) -> None:
+    def _refuse(self, module: Any, heads: int, asked: dict[str, Any]) -> None:
         """Refuse whatever would change the result and is not in `AttnConfig`."""
-        causal = asked.get("is_causal")
+        causal, sinks = asked.get("is_causal"), asked.get(_SINKS)
         if not (getattr(module, "is_causal", True) if causal is None else causal):
             raise _UnfitError("has bidirectional attention; it is no causal LM")
         for name, value in asked.items():
             if isinstance(value, Tensor) and name not in {_SINKS, *_HARMLESS}:
                 raise _UnfitError(f"gives attention an argument {name!r}")
-
-    def _check_sinks(self, index: int, sinks: Tensor | None, heads: int) -> None:
-        """Refuse sinks that are not one parameter per head."""
         if sinks is None or (isinstance(sinks, nn.Parameter) and sinks.shape == (heads,)):
             return
         raise _UnfitError(
-            f"gives attention layer {index} sinks ({_SINKS!r}) that are no parameter of {heads} "
-            "numbers, one per head"
+            f"gives attention layer {module.layer_idx} sinks ({_SINKS!r}) that are no parameter of "
+            f"{heads} numbers, one per head"
         )
 
     def _window(self, index: int, mask: Any, asked: int | None) -> int:
