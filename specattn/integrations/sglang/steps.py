@@ -115,7 +115,8 @@ class Steps:
     ) -> None:
         if found := model_refusals(target, draft):
             raise UnsupportedError(f"SGLang algorithm {ALGORITHM!r}", found)
-        began, free = time.perf_counter(), _allocated()
+        # 0 without CUDA
+        began, free = time.perf_counter(), torch.cuda.memory_reserved()
         req_to_token, page = target.req_to_token_pool.req_to_token, target.page_size
         rows, width = req_to_token.shape
         config = SpecConfig(*tree, width, rows - 1, page_size=page)
@@ -152,7 +153,7 @@ class Steps:
             )
         self._records, self._constrains = records, False
         self._in_flight: deque[tuple[PendingStep, list[int | None], Any]] = deque()
-        self._log(time.perf_counter() - began, _allocated() - free)
+        self._log(time.perf_counter() - began, torch.cuda.memory_reserved() - free)
 
     def admit(self, batch: Any, out: Any, sampling: SamplingBatch) -> None:
         """Write the rows of requests whose prompts SGLang has run.
@@ -244,11 +245,6 @@ class Steps:
             f"attention {decoder.target.backend.name}; {graphs} graphs of "
             f"{len(decoder.runner.buckets)} batch sizes in {seconds:.1f} s, {nbytes / MIB:.0f} MiB"
         )
-
-
-def _allocated() -> int:
-    """Return the device memory that torch has reserved, 0 without CUDA."""
-    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
 def _records(runner: Any) -> bool:
