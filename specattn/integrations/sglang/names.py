@@ -67,7 +67,6 @@ STEP_NAMES: dict[str, tuple[str, ...]] = {
     f"{SPECULATIVE}.spec_info.SpeculativeAlgorithm.need_topk": (),
     f"{SPECULATIVE}.spec_info.SpeculativeAlgorithm.carries_draft_hidden_states": (),
     f"{STEP_WORKER}.forward_batch_generation": ("batch", "on_publish"),
-    f"{STEP_WORKER}.init_attention_backends": (),
     f"{STEP_WORKER}.init_cuda_graphs": (),
     f"{STEP_WORKER}.on_verify_complete_cpu": ("num_correct_drafts_per_req", "batch_size"),
     f"{STEP_WORKER}.spec_v2_attn_backends": (),

@@ -43,8 +43,6 @@ class Prompts:
 
     Parameters
     ----------
-    rows : Tensor
-        ``[B]`` int64, their rows of the table.
     sampling : SamplingBatch
         Temperatures, limits and seeds.
     states : ProcessorStates or None
@@ -53,7 +51,6 @@ class Prompts:
         Places of requests whose first token SGLang's sampler chooses; see `their_first`.
     """
 
-    rows: Tensor
     sampling: SamplingBatch
     states: ProcessorStates | None
     theirs: list[int]
@@ -71,6 +68,11 @@ class SpecAttnWorker(EAGLEWorkerV2):
         # no verify forward of SGLang's is replayed; its warm-up is another runner's
         runner.init_cuda_graphs = partial(_without_decode_graphs, runner.init_cuda_graphs)
         runner.sample = partial(self._sample, runner.sample)
+        # no draft or draft extend of SGLang's own
+        draft = self.draft_worker
+        draft.draft_attn_backend = draft.draft_extend_attn_backend = None
+        draft.cuda_graph_runner = draft.cuda_graph_runner_for_draft_extend = None
+        draft.init_attention_backend = draft._capture_cuda_graphs = lambda: None
         # those that run
         self._prompts: Prompts | None = None
         self.steps: Steps | None = None
@@ -80,17 +82,10 @@ class SpecAttnWorker(EAGLEWorkerV2):
         """Name no backend: a step reads no length on the host."""
         return ()
 
-    def init_attention_backends(self) -> None:
-        """Make the draft's attention for prompts alone."""
-        draft = self.draft_worker
-        draft.init_attention_backend = partial(_forget, draft, DRAFT_BACKENDS)
-        super().init_attention_backends()
-
     def init_cuda_graphs(self) -> None:
         """Capture steps, in place of SGLang's drafts and draft extends."""
-        draft = self.draft_worker
-        draft._capture_cuda_graphs = partial(_forget, draft, DRAFT_RUNNERS)
         super().init_cuda_graphs()
+        draft = self.draft_worker
         self.steps = Steps(
             self.target_worker.model_runner,
             draft.draft_runner,
@@ -114,10 +109,10 @@ class SpecAttnWorker(EAGLEWorkerV2):
             if processed.among(batch.req_pool_indices_cpu.tolist()):
                 states = processed.states
         sampling = sampling_of(batch, steps.vocab_size, self.target_worker.random_seed)
-        # without these SGLang's sampler does what steps would do
-        if states is not None or not sampling.greedy:
-            theirs = their_first(batch.reqs, processed=processed is not None)
-            self._prompts = Prompts(batch.req_pool_indices.long(), sampling, states, theirs)
+        theirs = their_first(batch.reqs, processed=processed is not None)
+        # where all are greedy, SGLang's sampler does what steps would do
+        greedy = sampling.greedy and states is None
+        self._prompts = None if greedy else Prompts(sampling, states, theirs)
         out = super().forward_batch_generation(batch, *args, **options)
         steps.admit(batch, out, sampling)
         out.next_draft_input = Relay()
@@ -145,21 +140,10 @@ class SpecAttnWorker(EAGLEWorkerV2):
             at = torch.tensor(prompts.theirs, device=logits.device)
             logits[at] = -float("inf")
             logits[at, tokens[at].long()] = 0
-        rows, lens = prompts.rows, forward_batch.seq_lens.long() - 1
+        rows, lens = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long() - 1
         own = first_tokens(logits, lens, prompts.sampling, rows, prompts.states, scored=[])
         # of a prompt whose logits are not finite, whose first step ends it
         return own.clamp(min=0).to(tokens.dtype)
-
-
-#: What SGLang's draft worker holds where it has neither drafts nor draft extends of its own.
-DRAFT_BACKENDS = ("draft_attn_backend", "draft_extend_attn_backend")
-DRAFT_RUNNERS = ("cuda_graph_runner", "cuda_graph_runner_for_draft_extend")
-
-
-def _forget(owner: Any, names: tuple[str, ...]) -> None:
-    """Set attributes to None."""
-    for name in names:
-        setattr(owner, name, None)
 
 
 def _without_decode_graphs(original: Callable[..., None], *args: Any, **options: Any) -> None:
