@@ -14,7 +14,6 @@ from specattn.testing.cases import (
     make_extend_case,
     make_lists_case,
     make_tree_case,
-    make_words,
     owned_slots,
 )
 from specattn.testing.oracle import (
@@ -34,7 +33,6 @@ __all__ = [
     "make_extend_case",
     "make_lists_case",
     "make_tree_case",
-    "make_words",
     "oracle_csr",
     "oracle_extend",
     "oracle_tree",

@@ -95,28 +95,10 @@ class Form(Geometry):
     seed: int = 0
 
 
-def make_words(
+def _words_of(
     mode: str, q_len: int, tail_len: int, rng: random.Random
 ) -> tuple[list[int], list[int], list[int]]:
-    """Draw bits and depths of each query, and depths of tail keys.
-
-    Parameters
-    ----------
-    mode : {"chain", "tree", "draft", "alone", "any", "none"}
-        ``chain``: causal, query i is tail key i. ``tree``: a random tree over the tail, the queries
-        being its last nodes. ``draft``: ``q_len`` branches, the tail step-major. ``alone``: every
-        query sees its own key only. ``any``: random bits, some rows empty, all bits past the tail
-        set. ``none``: the same, and all rows empty.
-    q_len, tail_len : int
-        Query tokens, and tail keys.
-    rng : random.Random
-        What they are drawn from.
-
-    Returns
-    -------
-    tuple of list
-        ``q_len`` bit sets, ``q_len`` depths, and ``tail_len`` depths.
-    """
+    """Draw bits and depths of each query, and depths of tail keys."""
     shift = tail_len - q_len
     if mode in ("any", "none"):
         depths, share = [rng.randrange(6) for _ in range(tail_len)], 0.8 if mode == "any" else 0.0
@@ -233,8 +215,13 @@ def make_tree_case(
     ----------
     lengths : list of int
         Prefix length of every request.
-    mode, q_len, tail_len
-        See `make_words`; without ``tail_len`` the tail is the query tokens.
+    mode : {"chain", "tree", "draft", "alone", "any", "none"}
+        ``chain``: causal, query i is tail key i. ``tree``: a random tree over the tail, the queries
+        being its last nodes. ``draft``: ``q_len`` branches, the tail step-major. ``alone``: every
+        query sees its own key only. ``any``: random bits, some rows empty, all bits past the tail
+        set. ``none``: the same, and all rows empty.
+    q_len, tail_len : int
+        Query tokens, and tail keys; without ``tail_len`` the tail is the query tokens.
     pads : int
         Padding requests at the end.
     width : int
@@ -304,7 +291,7 @@ def _tree(
     tail_positions = torch.zeros(batch, tail, dtype=torch.int64)
     words = [_words(_idle_bits(mode, q_len, tail), tail) for _ in range(batch)]
     for b, prefix in enumerate(lengths):
-        bits, depth_q, depth_k = make_words(mode, q_len, tail, rng)
+        bits, depth_q, depth_k = _words_of(mode, q_len, tail, rng)
         words[b] = _words(bits, tail)
         mine = owned[b][prefix:]
         # only a causal tail is known to lie in the table's next columns

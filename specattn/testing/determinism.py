@@ -17,14 +17,6 @@ if TYPE_CHECKING:
     from specattn.backends.base import AttentionBackend
     from specattn.testing.setting import Mode, Setting
 
-_REQUEST = (
-    "seq_lens",
-    "req_pool_indices",
-    "positions",
-    "tail_slots",
-    "tail_positions",
-    "tail_words",
-)
 # around tiles and cuts
 LENGTHS = [126, 0, 140]
 
@@ -42,7 +34,7 @@ def picked(case: Case, requests: list[int], *, pads: int = 0, seed: int = 0) -> 
     table = torch.zeros_like(a["req_to_token"][:1]).repeat(len(requests) + 3, 1)
     table[rows] = moved[a["req_to_token"][a["req_pool_indices"][at]].long()]
     q_len, tail = a["positions"].shape[1], a["tail_slots"].shape[1]
-    args = {name: _padded(a[name][at], pads) for name in _REQUEST}
+    args = {n: _padded(tensor[at], pads) for n, tensor in a.items() if n != "req_to_token"}
     args["tail_slots"] = _padded(moved[a["tail_slots"][at].long()], pads)
     args["req_pool_indices"] = _padded(rows, pads)
     if pads:
@@ -120,20 +112,14 @@ def resumed(case: Case, cuts: list[int]) -> list[tuple[Case, Tensor]]:
     a, pieces = case.args, []
     begins = a["qo_indptr"][:-1].tolist()
     news = a["qo_indptr"].diff().tolist()
-    for first in (True, False):
-        parts = [(0, cut) if first else (cut, new) for cut, new in zip(cuts, news, strict=True)]
-        rows = torch.cat(
-            [
-                torch.arange(begin + low, begin + high)
-                for begin, (low, high) in zip(begins, parts, strict=True)
-            ]
-        ).to(case.q.device)
-        sizes = torch.tensor([high - low for low, high in parts])
-        done = torch.tensor([low for low, _ in parts], dtype=torch.int32)
-        indptr = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
+    for lows, highs in (([0] * len(cuts), cuts), (cuts, news)):
+        parts = list(zip(begins, lows, highs, strict=True))
+        rows = torch.cat([torch.arange(at + low, at + high) for at, low, high in parts])
+        rows, done = rows.to(case.q.device), torch.tensor(lows, dtype=torch.int32)
+        indptr = torch.tensor([0, *(high - low for _, low, high in parts)]).cumsum(0).int()
         args: dict[str, Any] = a | {
             "qo_indptr": indptr.to(case.q.device),
-            "max_q_len": int(sizes.max()),
+            "max_q_len": int(indptr.diff().max()),
             "seq_lens": a["seq_lens"] + done.to(case.q.device),
         }
         assert case.out_slots is not None

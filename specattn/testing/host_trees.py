@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specattn.engine.engine import Engine
@@ -22,18 +21,11 @@ DRAFTS = "same drafts"
 WRITTEN = "it has written into the tokens of a request"
 
 
-@dataclass(eq=False)
 class Known:
-    """A request, as a proposer on the host sees it."""
+    """A request whose text is its prompt, as a proposer on the host sees it."""
 
-    tokens: list[int]
-    prompt_len: int
-    ended: bool = False
-
-    @classmethod
-    def prompt(cls, text: Sequence[int]) -> Known:
-        """Return one whose text is its prompt."""
-        return cls([*text], len(text))
+    def __init__(self, text: Sequence[int]) -> None:
+        self.tokens, self.prompt_len, self.ended = [*text], len(text), False
 
 
 def whole_trees(world: World) -> None:
@@ -70,11 +62,11 @@ def same_trees(world: World) -> None:
     """A tree follows from its text, whatever the order and company."""
     texts = world.repeating(5, 3, 4)
     # what a request gains differs
-    stepped = [Known.prompt(text[: len(text) - gain]) for gain, text in enumerate(texts, 1)]
+    stepped = [Known(text[: len(text) - gain]) for gain, text in enumerate(texts, 1)]
     _draft(world, stepped)
     for one, text in zip(stepped, texts, strict=True):
         one.tokens += text[len(one.tokens) :]
-    new = [Known.prompt(text) for text in texts]
+    new = [Known(text) for text in texts]
     # a proposer may learn from whatever it is shown
     for shown in (stepped, new):
         _draft(world, shown)
@@ -86,14 +78,14 @@ def same_trees(world: World) -> None:
         _same(found, [alone[at] for at in order], "request", "alone it")
     _ended(world, texts[0])
     for _ in range(20):
-        later = [Known.prompt(texts[1]) for _ in range(3)]
+        later = [Known(texts[1]) for _ in range(3)]
         _same(_draft(world, later), [alone[1]] * 3, "a request after others ended", "before it")
         new += later
 
 
 def _ended(world: World, text: Sequence[int]) -> None:
     """Let requests come and end; Python gives their memory to others."""
-    gone = [Known.prompt(text) for _ in range(60)]
+    gone = [Known(text) for _ in range(60)]
     for at in range(0, len(gone), 3):
         _draft(world, gone[at : at + 3])
     for one in gone:

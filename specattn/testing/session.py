@@ -179,14 +179,5 @@ class Session:
 
 def tensors_of(case: Case) -> dict[str, Tensor]:
     """Return every tensor a forward reads or writes, by name."""
-    found: dict[str, Any] = {
-        "q": case.q,
-        "k_cache": case.k_cache,
-        "v_cache": case.v_cache,
-        "out": case.out,
-        "lse": case.lse,
-        "out_slots": case.out_slots,
-        "sinks": case.sinks,
-        **case.args,
-    }
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    fields = vars(case) | case.args
+    return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
