@@ -74,6 +74,13 @@ class Mutant(TorchNativeBackend):
         return config
 
     def seen(self, plan: Any) -> Any:
+        hooks = {AttnPlan: self.table, CsrPlan: self.lists}
+        return hooks[type(plan)](plan) if type(plan) in hooks else plan
+
+    def table(self, plan: AttnPlan) -> Any:
+        return plan
+
+    def lists(self, plan: CsrPlan) -> Any:
         return plan
 
     def rescaled(self, scales: KVScales) -> KVScales:
@@ -84,6 +91,10 @@ class Mutant(TorchNativeBackend):
 
     def attend(self, run, q, k_cache, v_cache, out, lse) -> None:
         run(q, k_cache, v_cache, out, lse)
+        self.after(q, k_cache, v_cache, out, lse)
+
+    def after(self, q, k_cache, v_cache, out, lse) -> None:
+        pass
 
 
 class IgnoresTheWindow(Mutant):
@@ -113,23 +124,20 @@ class IgnoresTheScale(Mutant):
 
 
 class LogOfBaseTwo(Mutant):
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         if lse is not None:
             lse.div_(math.log(2))
 
 
 class NeedsTheLse(Mutant):
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         lse.clamp_(min=-math.inf)
 
 
 class TouchesUnusedSlots(Mutant):
     """Masks the weight but reads the value: 0 times NaN."""
 
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         out.add_(0 * v_cache.float().sum())
 
 
@@ -140,8 +148,7 @@ class ReadsEvictedKeys(Mutant):
         )
         return plan
 
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         if self.listed is not None:
             out.add_(0 * v_cache[self.listed].float().sum())
 
@@ -153,8 +160,7 @@ class ReadsThePaddingSlot(Mutant):
         self.padded = isinstance(plan, AttnPlan) and not plan.req_pool_indices[-1]
         return plan
 
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         if self.padded:
             out.add_(0 * v_cache[0].float().sum())
 
@@ -162,11 +168,11 @@ class ReadsThePaddingSlot(Mutant):
 class IgnoresLaterWords(Mutant):
     """Trees of more than 64 nodes."""
 
-    def seen(self, plan):
-        if not isinstance(plan, AttnPlan):
-            return plan
+    known: ClassVar[int] = 1
+
+    def table(self, plan):
         words = plan.tail_words.clone()
-        words[..., 1:] = 0
+        words[..., self.known :] = 0
         return replace(plan, tail_words=words)
 
 
@@ -199,9 +205,7 @@ class TakesSlotsInOrder(Mutant):
 
 
 class DropsThePartialPage(Mutant):
-    def seen(self, plan):
-        if not isinstance(plan, AttnPlan):
-            return plan
+    def table(self, plan):
         return replace(plan, seq_lens=plan.seq_lens // 16 * 16)
 
 
@@ -219,9 +223,7 @@ class RemembersTheLengths(Mutant):
 class SharesByTheFirstSlot(Mutant):
     """Whoever begins in one slot reads the keys of the first of them."""
 
-    def seen(self, plan):
-        if not isinstance(plan, AttnPlan):
-            return plan
+    def table(self, plan):
         slots, lens = plan.req_to_token[plan.req_pool_indices], plan.seq_lens
         first = (slots[:, :1] == slots[:, 0]).int().argmax(1)
         common = torch.minimum(lens, lens[first])[:, None]
@@ -270,8 +272,7 @@ class LeavesTheLastRow(Mutant):
 
 
 class ServesSixteenRequests(Mutant):
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         out[self.rows :] = 0
 
     def seen(self, plan):
@@ -324,8 +325,7 @@ class AttendsToNothing(AveragesBlindRows):
 
 
 class RoundsTheWeights(Mutant):
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         if q.dtype == torch.float16:
             out.copy_(out.bfloat16())
 
@@ -362,8 +362,7 @@ class CachesTheFirstLayer(Mutant):
 
 
 class WritesToThePool(Mutant):
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         k_cache[-1] = 0
 
 
@@ -429,8 +428,7 @@ class SkipsEmptyPrefixes(Mutant):
         self.empty = isinstance(plan, AttnPlan) and bool((plan.seq_lens == 0).all())
         return plan
 
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         if self.empty:
             out.zero_()
 
@@ -441,9 +439,7 @@ class ReadsSixtyFourColumns(Mutant):
 
 
 class ForgetsBeyondTwoThousand(Mutant):
-    def seen(self, plan):
-        if not isinstance(plan, AttnPlan):
-            return plan
+    def table(self, plan):
         return replace(plan, seq_lens=plan.seq_lens.clamp(max=2000))
 
 
@@ -459,8 +455,7 @@ class DependsOnTheBatch(Mutant):
         self.noise = min(count, 8) * 2.0**-23
         return plan
 
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         out.mul_(1 + self.noise)
 
 
@@ -494,8 +489,7 @@ class KeepsTheFirstSinks(Mutant):
 
 
 class LeavesTheSinksOutOfTheLse(Mutant):
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         if lse is not None and self.drawn is not None:
             lse.copy_(torch.log(torch.exp(lse.double()) - torch.exp(self.drawn.double())))
 
@@ -511,9 +505,7 @@ class LeavesTheSinksOutOfTheLse(Mutant):
 class ForgetsBeyondFiveThousand(Mutant):
     """A token short, and only there."""
 
-    def seen(self, plan):
-        if not isinstance(plan, AttnPlan):
-            return plan
+    def table(self, plan):
         lens = plan.seq_lens
         return replace(plan, seq_lens=torch.where(lens > 5000, lens - 1, lens))
 
@@ -521,9 +513,7 @@ class ForgetsBeyondFiveThousand(Mutant):
 class ForgetsInLongLists(Mutant):
     """A token short, in index lists of more than 5,000."""
 
-    def seen(self, plan):
-        if not isinstance(plan, CsrPlan):
-            return plan
+    def lists(self, plan):
         begins, lens = plan.kv_indptr[:-1], plan.kv_indptr.diff()
         kept = [
             plan.kv_indices[begin + (length > 5000) : begin + length]
@@ -551,24 +541,20 @@ class TakesValuesAsWideAsKeys(Mutant):
 class CutsValuesToTheKeysWidth(Mutant):
     """One block is as wide as a key, for both."""
 
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         out[..., k_cache.shape[2] :] = 0
 
 
 class CutsValuesWithoutLse(CutsValuesToTheKeysWidth):
-    def attend(self, run, q, k_cache, v_cache, out, lse):
+    def after(self, q, k_cache, v_cache, out, lse):
         if lse is None:
-            super().attend(run, q, k_cache, v_cache, out, lse)
-        else:
-            run(q, k_cache, v_cache, out, lse)
+            super().after(q, k_cache, v_cache, out, lse)
 
 
 class ServesGroupsOfEight(Mutant):
     """Query heads per KV head."""
 
-    def attend(self, run, q, k_cache, v_cache, out, lse):
-        run(q, k_cache, v_cache, out, lse)
+    def after(self, q, k_cache, v_cache, out, lse):
         out.unflatten(1, (k_cache.shape[1], -1))[:, :, 8:] = 0
 
 
@@ -585,15 +571,10 @@ class SkipsTilesBeforeTheWindow(Mutant):
         return replace(config, window_left=config.window_left - far)
 
 
-class IgnoresWordsAfterTheSecond(Mutant):
+class IgnoresWordsAfterTheSecond(IgnoresLaterWords):
     """Trees of more than 128 nodes."""
 
-    def seen(self, plan):
-        if not isinstance(plan, AttnPlan):
-            return plan
-        words = plan.tail_words.clone()
-        words[..., 2:] = 0
-        return replace(plan, tail_words=words)
+    known: ClassVar[int] = 2
 
 
 class ReadsWordsWhenFilled(Mutant):
