@@ -109,6 +109,12 @@ class Host:
         values = [] if self.config.latent else self.caches[1:]
         return attention.layer(self.config, self.caches[0], *values, scales=scales)
 
+    def chain(self, q, n: int, **more) -> Case:
+        """What n causal tokens after every prefix ask for."""
+        words = [[[(2 << i) - 1] for i in range(n)]] * self.batch
+        given = {"slots": self.after(n), "positions": places(self, [[*range(n)]] * self.batch)}
+        return self.case(q, words=words, **(given | more))
+
     def case(self, q, *, slots, positions, words, scales=(1.0, 1.0)) -> Case:
         """What was asked for, from the host's own lists."""
         config = self.config
@@ -136,6 +142,35 @@ class Host:
             latent=config.latent,
             kv_scales=scales,
         )
+
+
+def judge(forward, layer: Layer, case: Case, *new: torch.Tensor) -> None:
+    """Attend with queries, and keys and values if any are new, and compare."""
+    case.clear()
+    forward.attend(layer, *new, out=case.out, lse=case.lse)
+    check(case, case.expected())
+
+
+def prompted(host: Host, attention, layer, new: list[int], held, dtype=torch.int64):
+    """Attend to prompts of ``new`` tokens in the slots of ``held``; return the forward."""
+    slots = [
+        slot
+        for row, length, count in zip(host.rows, host.lens, new, strict=True)
+        for slot in held[row][length : length + count]
+    ]
+    given = (tensor(x, dtype) for x in (host.rows, host.lens, new, slots))
+    forward = attention.prompts(*given, max_q_len=max(new), page_size=host.page)
+    q, k, v = host.new(sum(new))
+    case = host.case(q, slots=[[]] * 3, positions=[[]] * 3, words=[[]] * 3)
+    case.kind = "extend"
+    case.args = {
+        "req_to_token": host.table,
+        "req_pool_indices": tensor(host.rows),
+        "seq_lens": tensor(host.lens),
+        "qo_indptr": tensor([0, *accumulate(new)]),
+    }
+    judge(forward, layer, case, q, k, v)
+    return forward
 
 
 def places(host: Host, depths: list[list[int]]) -> list[list[int]]:
@@ -223,22 +258,13 @@ def test_float8_caches_with_a_layers_scales(backend, scales):
     layer = host.layer(attention, scales)
     forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
     forward.copy_in(tensor(host.rows), tensor(host.lens))
-    slots = host.after(3)
     q, k, v = host.new(6)
     # numbers that float8 has, also with the scales
     k, v = (torch.randint(-3, 4, x.shape, device=DEVICE).to(x.dtype) for x in (k, v))
-    case = host.case(
-        q,
-        slots=slots,
-        positions=places(host, [[0, 1, 2]] * 2),
-        words=[[[1], [3], [7]]] * 2,
-        scales=(layer.scales.k, layer.scales.v),
-    )
-    case.clear()
-    forward.attend(layer, q, k, v, out=case.out, lse=case.lse)
-    stored = layer.k_cache[slots[0]].float() * layer.scales.k
+    case = host.chain(q, 3, scales=(layer.scales.k, layer.scales.v))
+    judge(forward, layer, case, q, k, v)
+    stored = layer.k_cache[host.after(3)[0]].float() * layer.scales.k
     assert torch.equal(stored, k.view(2, 3, 2, 16)[0].float())
-    check(case, case.expected())
 
 
 def test_layers_with_sinks_and_without_share_a_forward(backend):
@@ -247,20 +273,13 @@ def test_layers_with_sinks_and_without_share_a_forward(backend):
     forward = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2)
     forward.copy_in(tensor(host.rows), tensor(host.lens))
     q, k, v = host.new(6)
-    case = host.case(
-        q,
-        slots=host.after(3),
-        positions=places(host, [[0, 1, 2]] * 2),
-        words=[[[1], [3], [7]]] * 2,
-    )
+    case = host.chain(q, 3)
     drawn = [torch.randn(4, device=DEVICE) * 3 for _ in range(2)]
     for sinks in (drawn[0], drawn[1].bfloat16(), None):
         layer = attention.layer(GQA, *host.caches, sinks=sinks)
         assert layer.backend.config.sinks == (sinks is not None)
         case.sinks = sinks
-        case.clear()
-        forward.attend(layer, q, k, v, out=case.out, lse=case.lse)
-        check(case, case.expected())
+        judge(forward, layer, case, q, k, v)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -275,10 +294,7 @@ def test_decode_and_extend_count_their_new_tokens(backend, n, dtype):
         tensor(host.rows, dtype), tensor([length + n for length in host.lens], dtype), counted=n
     )
     q, k, v = host.new(3 * n)
-    words = [[[(2 << i) - 1] for i in range(n)]] * 3
-    case = host.case(
-        q, slots=host.after(n), positions=places(host, [list(range(n))] * 3), words=words
-    )
+    case = host.chain(q, n)
     case.clear()
     found = forward.attend(layer, q.view(3 * n, 4, 16), k, v, lse=case.lse)
     assert found.shape == (3 * n, 4, 16)
@@ -296,9 +312,7 @@ def test_rows_may_see_the_prefix_alone(backend):
     q, _, _ = host.new(6)
     first = places(host, [[0, 0]] * 3)
     case = host.case(q, slots=host.after(2), positions=first, words=[[[0]] * 2] * 3)
-    case.clear()
-    forward.attend(layer, q, out=case.out, lse=case.lse)
-    check(case, case.expected())
+    judge(forward, layer, case, q)
 
 
 def test_slots_below_zero_are_not_stored(backend):
@@ -313,15 +327,8 @@ def test_slots_below_zero_are_not_stored(backend):
     before = [cache.clone() for cache in host.caches]
     q, k, v = host.new(12)
     k[10:], v[10:] = torch.nan, torch.nan
-    case = host.case(
-        q,
-        slots=[[max(slot, 0) for slot in row] for row in slots],
-        positions=places(host, [[0, 1, 2, 3]] * 3),
-        words=[[[1], [3], [7], [15]]] * 3,
-    )
-    case.clear()
-    forward.attend(layer, q, k, v, out=case.out, lse=case.lse)
-    check(case, case.expected())
+    case = host.chain(q, 4, slots=[[max(slot, 0) for slot in row] for row in slots])
+    judge(forward, layer, case, q, k, v)
     written = [slot for row in slots for slot in row if slot >= 0]
     for cache, old in zip(host.caches, before, strict=True):
         old[written] = cache[written]
@@ -368,9 +375,7 @@ def test_draft_steps_read_their_true_ancestors(backend, steps, topk, order):
         ]
         case = host.case(q, slots=own, positions=[[0] * len(own[0])] * 2, words=words)
         case.args["positions"] = tensor([[n + step] * topk for n in host.lens])
-        case.clear()
-        draft.steps[step].attend(layer, q, k, v, out=case.out, lse=case.lse)
-        check(case, case.expected())
+        judge(draft.steps[step], layer, case, q, k, v)
 
 
 def word_of(keys: range, count: int) -> list[int]:
@@ -381,28 +386,9 @@ def word_of(keys: range, count: int) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_prompts_over_cached_prefixes(backend, dtype):
-    host, new = Host(3, page=16), [5, 0, 17]
+    host = Host(3, page=16)
     attention = Attention(host.table, max_batch=3, backend=backend)
-    layer = host.layer(attention)
-    slots = [
-        slot
-        for row, length, count in zip(host.rows, host.lens, new, strict=True)
-        for slot in host.held[row][length : length + count]
-    ]
-    given = (tensor(x, dtype) for x in (host.rows, host.lens, new, slots))
-    forward = attention.prompts(*given, max_q_len=17, page_size=16)
-    q, k, v = host.new(sum(new))
-    case = host.case(q, slots=[[]] * 3, positions=[[]] * 3, words=[[]] * 3)
-    case.kind = "extend"
-    case.args = {
-        "req_to_token": host.table,
-        "req_pool_indices": tensor(host.rows),
-        "seq_lens": tensor(host.lens),
-        "qo_indptr": tensor([0, *accumulate(new)]),
-    }
-    case.clear()
-    forward.attend(layer, q, k, v, out=case.out, lse=case.lse)
-    check(case, case.expected())
+    forward = prompted(host, attention, host.layer(attention), [5, 0, 17], host.held, dtype)
     with pytest.raises(ValueError, match=r"Attention\.prompts"):
         forward.copy_in(tensor(host.rows), tensor(host.lens))
 
@@ -758,35 +744,15 @@ def test_layers_with_a_window_may_have_a_pool_of_their_own(backend, page, given)
             own[2][-1] = 0
         q, k, v = of.new(4 * n)
         case = of.case(q, slots=own, positions=positions, words=words)
-        case.clear()
-        forward.attend(each, q, k, v, out=case.out, lse=case.lse)
-        check(case, case.expected())
+        judge(forward, each, case, q, k, v)
 
 
 @pytest.mark.parametrize("page", [1, 16])
 def test_prompts_over_a_pool_of_their_own(backend, page):
-    host, new = TwoPools(3, page=page), [25, 3, 40]
+    host = TwoPools(3, page=page)
     attention = host.attention(backend)
     layer = attention.layer(CAPPED, *host.caches, windowed=True)
-    slots = [
-        slot
-        for row, length, count in zip(host.rows, host.lens, new, strict=True)
-        for slot in host.full_held[row][length : length + count]
-    ]
-    given = (tensor(x) for x in (host.rows, host.lens, new, slots))
-    forward = attention.prompts(*given, max_q_len=40, page_size=page)
-    q, k, v = host.new(sum(new))
-    case = host.case(q, slots=[[]] * 3, positions=[[]] * 3, words=[[]] * 3)
-    case.kind = "extend"
-    case.args = {
-        "req_to_token": host.table,
-        "req_pool_indices": tensor(host.rows),
-        "seq_lens": tensor(host.lens),
-        "qo_indptr": tensor([0, *accumulate(new)]),
-    }
-    case.clear()
-    forward.attend(layer, q, k, v, out=case.out, lse=case.lse)
-    check(case, case.expected())
+    prompted(host, attention, layer, [25, 3, 40], host.full_held)
 
 
 def test_window_pools_are_refused_where_they_do_not_fit(backend):
