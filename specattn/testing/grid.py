@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +112,7 @@ def forwards(setting: Setting) -> Iterator[Rule]:
     for rule in _sweep("unused memory", gone):
         yield replace(rule, needs=(*rule.needs, "evicts"))
     yield from _pages(declared.page_size)
-    yield from _together(declared)
+    yield from _together(declared, setting.small)
     yield from _shapes()
     yield from _trees()
     yield from _edges()
@@ -229,19 +228,15 @@ def _pages(least: int) -> Iterator[Rule]:
     )
 
 
-def _together(declared: Capabilities) -> Iterator[Rule]:
+def _together(declared: Capabilities, dtype: torch.dtype) -> Iterator[Rule]:
     """Yield whatever is declared at once.
 
     Kernels are chosen by more than one option.
     """
-    options: dict[str, Any] = {"page_size": max(16, declared.page_size)}
-    options["dtype"] = min(declared.dtypes, key=attrgetter("itemsize"))
-    if declared.window:
-        options |= _window(20)
-    if declared.cap:
-        options["logit_cap"] = 2.0
-    if declared.sinks:
-        options["sinks"] = torch.float32
+    options: dict[str, Any] = {"page_size": max(16, declared.page_size), "dtype": dtype}
+    optional = {"window": _window(20), "cap": {"logit_cap": 2.0}, "sinks": {"sinks": torch.float32}}
+    for name, form in optional.items():
+        options |= form if getattr(declared, name) else {}
     variants = {"all": (QUICK, options)}
     if declared.kv_dtypes:
         stored = {"kv_dtype": declared.kv_dtypes[0], "kv_scales": SCALES}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -204,9 +203,8 @@ def _blind(setting: Setting) -> Iterator[Rule]:
         "no_lse": {"lse": False},
     }
     variants |= {str(dtype): {"dtype": dtype} for dtype in declared.dtypes}
-    # backends may serve these beside 16 bits alone
-    small = min(declared.dtypes, key=attrgetter("itemsize"))
-    variants |= {str(kv): {"dtype": small, "kv_dtype": kv} for kv in declared.kv_dtypes}
+    small = {"dtype": setting.small}
+    variants |= {str(kv): small | {"kv_dtype": kv} for kv in declared.kv_dtypes}
     for name, form in variants.items():
         title = f"blind_rows-{name.removeprefix('torch.')}"
         needs = "trees", *(NEEDS[option] for option in form if option in NEEDS)

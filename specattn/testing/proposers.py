@@ -64,22 +64,17 @@ def proposer_conformance(
     name = type(draft).__name__
     for config in configs:
         shape = f"{config.num_steps}x{config.topk}x{config.num_draft_tokens}"
+        make = partial(Engine, target, draft, config, backend=backend, graphs=False, buckets=[1])
         for rule, (broken, body) in rules.items():
-            run = partial(_run, body, draft, target, config, backend)
+            run = partial(_run, body, make)
             yield Check(f"{rule}-{shape}", broken, name, run, role="proposer")
 
 
 @torch.no_grad()
-def _run(
-    body: Callable[[World], None],
-    draft: Any,
-    target: TargetModel,
-    config: SpecConfig,
-    backend: str,
-) -> None:
-    engine = Engine(target, draft, config, backend=backend, graphs=False, buckets=[1])
+def _run(body: Callable[[World], None], make: Callable[[], Engine]) -> None:
+    engine = make()
     for cache in caches(engine.draft).values():
-        cache[config.page_size :] = torch.nan
+        cache[engine.config.page_size :] = torch.nan
     body(World(engine))
 
 

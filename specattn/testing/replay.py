@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from specattn.errors import UnsupportedError
 from specattn.testing.cases import share_prefixes
 from specattn.testing.oracle import NAN, ConformanceError, require
 from specattn.testing.session import Session, tensors_of
@@ -56,7 +54,7 @@ def growth(setting: Setting, mode: Mode, batches: list[list[int]] = BATCHES) -> 
 def shared_prefixes(setting: Setting, mode: Mode) -> None:
     """Groups of requests over the same slots form, change and dissolve."""
     # tiles of such have room for the rows of several requests
-    form = SHARED_ROOM | {"dtype": min(setting.declared.dtypes, key=attrgetter("itemsize"))}
+    form = SHARED_ROOM | {"dtype": setting.small}
     padding, *cases = replays(setting, mode, [lengths for lengths, _ in SHARED], form)
     session = setting.session(padding)
     for case, (_, groups) in zip(cases, SHARED, strict=True):
@@ -73,7 +71,7 @@ def buckets(setting: Setting, mode: Mode) -> None:
         setting.case(mode, lengths, pads=2 - len(lengths), seed=9, **ROOM)
         for lengths in ([40, 3], [7], [90, 0])
     ]
-    small = setting.session(small_cases[0], large.backend, large)
+    small = setting.session(small_cases[0], large.backend, within=large)
     for first, second in zip(cases, small_cases, strict=False):
         large.forward(first)
         small.forward(second)
@@ -161,7 +159,9 @@ def layers(setting: Setting, mode: Mode) -> None:
 
 def scaled_layers(setting: Setting, mode: Mode) -> None:
     """One fill serves layers whose stored keys and values have other scales."""
-    session = _stored(setting, mode)
+    stored: dict[str, Any] = {"dtype": setting.small, "kv_scales": (2.0, 0.5)}
+    stored["kv_dtype"] = setting.declared.kv_dtypes[0]
+    session = setting.session(setting.case(mode, [33, 5, 0], **stored))
     session.forward()
     for scales in ((0.3, 0.5), (2.0, 7.0), (2.0, 0.5)):
         session.scale(scales)
@@ -178,19 +178,6 @@ def sink_layers(setting: Setting, mode: Mode) -> None:
         session.scale(session.live.kv_scales)
         session.run()
         session.verdict()
-
-
-def _stored(setting: Setting, mode: Mode) -> Session:
-    """Bind to a readable pool of the first stored dtype."""
-    declared = setting.declared
-    stored: dict[str, Any] = {"kv_dtype": declared.kv_dtypes[0], "kv_scales": (2.0, 0.5)}
-    refused = UnsupportedError("this check", ["no dtype is declared"])
-    for dtype in declared.dtypes:
-        try:
-            return setting.session(setting.case(mode, [33, 5, 0], dtype=dtype, **stored))
-        except UnsupportedError as error:
-            refused = error
-    raise refused
 
 
 def without_lse(setting: Setting, mode: Mode) -> None:

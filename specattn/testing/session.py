@@ -66,9 +66,7 @@ def _buffer(name: str, value: Tensor, strided: bool) -> Tensor:
     if not strided or name not in _STRIDED:
         return torch.empty_like(value, memory_format=torch.contiguous_format)
     wide = value.new_full((len(value), value[0].numel() + 3), _STRIDED[name])
-    rows = wide[:, : value[0].numel()]
-    dense = torch.empty(value.shape, device="meta").stride()
-    return rows.as_strided(value.shape, (rows.stride(0), *dense[1:]))
+    return wide[:, :-3].view(value.shape)
 
 
 class Session:

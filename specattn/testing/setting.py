@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,7 +24,6 @@ from specattn.testing.session import Session, config_of
 
 if TYPE_CHECKING:
     from specattn.backends.base import AttentionBackend, BackendFactory, Capabilities
-    from specattn.config import AttnConfig
 
 Kind = Literal["tree", "lists", "extend"]
 
@@ -102,20 +102,22 @@ class Setting:
         declared = self.factory.capabilities
         return replace(declared, dtypes=self.dtypes or declared.dtypes)
 
+    @property
+    def small(self) -> torch.dtype:
+        """The smallest dtype; beside it alone, libraries may store float8 or have a kernel."""
+        return min(self.declared.dtypes, key=attrgetter("itemsize"))
+
     @cached_property
     def dtype(self) -> torch.dtype:
         """The most precise dtype to test that the device can do."""
-        known, declared = (torch.float32, torch.float16, torch.bfloat16), self.declared.dtypes
-        order = [dtype for dtype in known if dtype in declared]
-        for dtype in order:
-            if not self.factory.reasons(self.config(dtype), self.device):
-                return dtype
-        return order[0]
-
-    def config(self, dtype: torch.dtype) -> AttnConfig:
-        """Return the geometry in ``dtype``."""
-        form = vars(self.geometry) | {"page_size": 1, "dtype": dtype}
-        return config_of(make_tree_case([1], **form))
+        known, form = (torch.float32, torch.float16, torch.bfloat16), vars(self.geometry)
+        cases = [
+            make_tree_case([1], **(form | {"page_size": 1, "dtype": dtype}))
+            for dtype in known
+            if dtype in self.declared.dtypes
+        ]
+        served = [one for one in cases if not self.factory.reasons(config_of(one), self.device)]
+        return (served or cases)[0].q.dtype
 
     def case(
         self, mode: Mode, lengths: list[int], *, pads: int = 0, width: int = 0, **form: Any
@@ -172,21 +174,18 @@ class Setting:
         return choose_backend(self.factory, [config], self.device)(config, self.device)
 
     def session(
-        self,
-        case: Case,
-        backend: AttentionBackend | None = None,
-        within: Session | None = None,
-        *,
-        lse: bool = True,
+        self, case: Case, backend: AttentionBackend | None = None, **options: Any
     ) -> Session:
         """Bind a backend, a new one by default, to a case's shapes.
+
+        ``options`` are those of `Session`.
 
         Raises
         ------
         UnsupportedError
             If the backend cannot serve the geometry, or refuses the plan.
         """
-        return Session(backend or self.backend(case), case, self.tolerances, within, lse=lse)
+        return Session(backend or self.backend(case), case, self.tolerances, **options)
 
     def modes(self) -> dict[str, Mode]:
         """Return the modes the declared capabilities cover."""
