@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn.attention.layers import LayeredBackend
-from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.backends.flash_attn import Fa3Backend
 from specattn.batch import Phase, RowLayout
-from specattn.cache.kv_pool import KVPool
-from specattn.cache.slot_table import SlotTable
-from specattn.config import AttnConfig, SpecConfig
+from specattn.config import AttnConfig
 from specattn.errors import UnsupportedError
-from specattn.plan import CsrPlan, ExtendPlan, MultiStepDims
+from specattn.plan import CsrPlan, ExtendPlan
 from specattn.testing.session import plan_of
 from tests import oracle
-from tests.attention.test_multi_step import feed
-from tests.filling import put
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16
@@ -110,56 +104,6 @@ def test_index_lists_are_refused_by_name():
     plan = CsrPlan(RowLayout(1, 1, Phase.DRAFT), out_slots=slots, **case.args)
     with pytest.raises(UnsupportedError, match=r"index lists are not served \(indices='table'\)"):
         backend_of(case).bind(plan)
-
-
-@pytest.mark.parametrize("topk", [1, 2])
-def test_draft_steps_read_words_written_after_the_fill(topk):
-    """A step's ancestors become known while the steps run; the prefix lists do not change."""
-    outs = {}
-    heads = AttnConfig(4, 2, 64, dtype=BF16)
-    config = SpecConfig(
-        4, topk, 6 if topk > 1 else 5, max_context_len=16, max_num_reqs=3, page_size=4
-    )
-    for name in ("torch_native", "fa3"):
-        torch.manual_seed(1)
-        table = SlotTable(
-            max_num_reqs=3, max_context_len=16, num_slots=64, page_size=4, device=DEVICE
-        )
-        rows = [table.allocate() for _ in range(3)]
-        table.reserve(rows, [16, 16, 16])
-        pool = KVPool([heads], 64, DEVICE)
-        pool.k.normal_()
-        pool.v.normal_()
-        layers = LayeredBackend(name, [heads], pool, DEVICE)
-        bound = MultiStepDraftBackend(layers, MultiStepDims.of(config), table.req_to_token, 3).bind(
-            3
-        )
-        words = known_words(bound, rows, topk)
-        bound.schedule(None)
-        bound.fill_slots()
-        bound.fill()
-        bound.inputs.words.copy_(words)
-        q = torch.randn(3 * topk, 4, 64, device=DEVICE).to(BF16)
-        out = q.new_full((3, *q.shape), float("nan"))
-        for step, attention in enumerate(bound.steps):
-            attention.bounds[0].run(q, pool.k[0], pool.v[0], out[step])
-        outs[name] = out
-    torch.testing.assert_close(outs["fa3"], outs["torch_native"], rtol=2e-2, atol=2e-2)
-
-
-def known_words(bound, rows: list[int], topk: int) -> torch.Tensor:
-    """Fill the inputs; the words of a step are returned, and its buffers know only its own bit."""
-    inputs, dims = bound.inputs, bound.dims
-    if topk > 1:
-        feed(bound, rows, [3, 5, 0])
-        words = inputs.words.clone()
-    else:
-        lens = torch.tensor([3, 5, 0], dtype=torch.int32, device=DEVICE)
-        put(inputs, dims, req_pool_indices=torch.tensor(rows, device=DEVICE), seq_lens=lens)
-        words = torch.tensor([1, 3, 7], device=DEVICE)[None, :, None, None].expand(3, 3, 1, 1)
-    own = 1 << torch.arange(dims.steps * topk, device=DEVICE).view(1, dims.steps, topk, 1)
-    inputs.words.copy_(own.expand(inputs.words.shape))
-    return words
 
 
 def test_reasons_name_what_is_missing(monkeypatch):

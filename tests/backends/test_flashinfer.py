@@ -12,11 +12,10 @@ import torch
 from specattn.attention.layers import LayeredBackend
 from specattn.attention.multi_step import MultiStepDraftBackend
 from specattn.backends.flashinfer import FlashInferBackend, FlashInferPrefill, FlashInferTree
-from specattn.batch import Phase, RowLayout
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import AttnConfig, SpecConfig
-from specattn.plan import AttnPlan, ExtendPlan, MultiStepDims
+from specattn.plan import ExtendPlan, MultiStepDims
 from tests.backends import fake_flashinfer as fake
 from tests.backends.flashinfer_cases import (
     BF16,
@@ -30,7 +29,7 @@ from tests.backends.flashinfer_cases import (
     config_of,
 )
 from tests.filling import put
-from tests.oracle import check, make_extend_case, make_tree_case, oracle_extend, oracle_tree
+from tests.oracle import check, make_extend_case, make_tree_case, oracle_extend
 
 
 @pytest.fixture(autouse=True)
@@ -160,25 +159,3 @@ def drafted(bound, rows: list[int], lens: list[int], q: torch.Tensor) -> torch.T
         bound.fill_ancestors(step)
         bound.steps[step].bounds[0].run(q[step], pool.k[0], pool.v[0], out[step])
     return out
-
-
-def test_a_verify_forward_stores_and_attends():
-    """The way a model calls: new KV of a layer stored first, over pages of 16."""
-    config = SpecConfig(4, 3, 9, max_context_len=256, max_num_reqs=3, page_size=16)
-    case = make_tree_case([70, 3], q_len=9, head_dim=64, dtype=BF16, device=DEVICE, pads=1)
-    heads = config_of(case)
-    pool = KVPool([heads, heads], len(case.k_cache), torch.device(DEVICE))
-    for layer in range(2):
-        pool.k[layer].copy_(case.k_cache)
-        pool.v[layer].copy_(case.v_cache)
-    slots = case.args["tail_slots"].flatten().long()
-    new = case.k_cache[slots], case.v_cache[slots]
-    pool.k[:, slots], pool.v[:, slots] = float("nan"), float("nan")
-    layers = LayeredBackend("flashinfer", [heads, heads], pool, torch.device(DEVICE))
-    layout = RowLayout(config.num_draft_tokens, config.num_draft_tokens, Phase.VERIFY)
-    attend = layers.bind(AttnPlan(layout, **case.args))
-    attend.schedule(case.args["seq_lens"].cpu())
-    attend.fill()
-    for layer in range(2):
-        case.out = attend(layer, case.q, *new)
-        check(case, oracle_tree(case), lse=False, tolerances=TOLERANCES)
