@@ -154,7 +154,7 @@ class Session:
         self.run()
 
     def verdict(self, *, padding: bool = True) -> None:
-        """Hold the outputs to the oracle, and padding rows, if ``padding``, to being finite.
+        """Hold the outputs to the oracle; padding rows, if ``padding``, are finite.
 
         Raises
         ------

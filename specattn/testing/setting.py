@@ -104,7 +104,7 @@ class Setting:
 
     @property
     def small(self) -> torch.dtype:
-        """The smallest dtype; beside it alone, libraries may store float8 or have a kernel."""
+        """The smallest dtype: some float8 pools and kernels have no other."""
         return min(self.declared.dtypes, key=attrgetter("itemsize"))
 
     @cached_property
