@@ -36,7 +36,7 @@ def refusals(setting: Setting) -> None:
 
 
 def _undeclared(declared: Capabilities) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return mode and form of a case of everything that is not declared."""
+    """Return mode and form of a case of each undeclared thing."""
     optional: dict[str, tuple[str, dict[str, Any]]] = {
         "trees": ("tree_verify", {}),
         "lists": ("draft_lists", {}),

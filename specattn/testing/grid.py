@@ -100,7 +100,7 @@ def large_logits(setting: Setting, mode: Mode, lengths: list[int], options: dict
 
 
 def forwards(setting: Setting) -> Iterator[Rule]:
-    """Yield every rule that is one forward, for a backend's dtypes and pages."""
+    """Yield every rule that is one forward of a backend's."""
     declared = setting.declared
     for name, mode in MODES.items():
         level = SMOKE if name in ("decode", "tree_verify", "prompt_extend") else QUICK

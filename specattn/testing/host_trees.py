@@ -22,7 +22,7 @@ WRITTEN = "it has written into the tokens of a request"
 
 
 class Known:
-    """A request whose text is its prompt, as a proposer on the host sees it."""
+    """A request as a proposer sees it; its text is its prompt."""
 
     def __init__(self, text: Sequence[int]) -> None:
         self.tokens, self.prompt_len, self.ended = [*text], len(text), False

@@ -44,7 +44,7 @@ def replays(
 
 
 def growth(setting: Setting, mode: Mode, batches: list[list[int]] = BATCHES) -> None:
-    """Bind on padding, then run other batches, with other words, slots and rows."""
+    """Bind on padding, then run batches of other words and slots."""
     padding, *cases = replays(setting, mode, batches)
     session = setting.session(padding)
     for case in [padding, *cases]:
