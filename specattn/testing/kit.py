@@ -132,11 +132,8 @@ def conformance(
     setting = Setting(
         factory, device, tolerances or Tolerances(), geometry or Geometry(), dtypes, whole_pages
     )
-    held = vars(setting.declared) | {
-        "validates": validates,
-        "evicts": evicts,
-        "cuda": device.type == "cuda",
-    }
+    said = {"validates": validates, "evicts": evicts, "cuda": device.type == "cuda"}
+    held = vars(setting.declared) | said
     for rule in (*forwards(setting), *_turns(setting)):
         asked = rule.level <= LEVELS[level] and rule.broken not in leave_out
         if asked and all(held[need] for need in rule.needs):

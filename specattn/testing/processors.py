@@ -119,13 +119,12 @@ class _World:
 
 def _effect(world: _World) -> None:
     """Some node's logits are others; else no other rule says anything."""
-    changed = False
+    changed, count = False, len(world.params)
     for _ in range(_TRIALS):
-        own = world.admitted(world.text(len(world.params), 6))
-        world.emit(own, world.text(len(world.params), 3))
-        rows = range(1, len(world.params) + 1)
-        logits = world.logits(len(world.params))
-        found = world.process(own, world.text(len(rows), len(_PARENTS)), logits, *rows)
+        own, logits = world.admitted(world.text(count, 6)), world.logits(count)
+        world.emit(own, world.text(count, 3))
+        nodes = world.text(count, len(_PARENTS))
+        found = world.process(own, nodes, logits, *range(1, count + 1))
         changed |= not torch.equal(found, logits)
     require(changed, "no logit changed: give other tokens")
 
