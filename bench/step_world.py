@@ -21,7 +21,7 @@ from specattn.speculative.drafts import as_proposer
 from specattn.speculative.host_proposer import HostProposer, HostTree
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
 
 if TYPE_CHECKING:
@@ -211,8 +211,8 @@ class World:
         config = setting.config(self.longest, len(self.rows))
         target, draft = self.slots_of(setting)
         proposer = as_proposer(draft)
-        dims = StateDims(proposer.state_fields(config))
-        states = RequestStates.alloc(len(self.rows) + 1, dims, self.device)
+        fields = proposer.state_fields(config)
+        states = RequestStates.alloc(len(self.rows) + 1, fields, self.device)
         return StepDecoder(
             target,
             proposer,

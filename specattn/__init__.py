@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from specattn.speculative.sampling import SamplingBatch as SamplingBatch
     from specattn.speculative.sampling import SamplingParams as SamplingParams
     from specattn.speculative.states import RequestStates as RequestStates
-    from specattn.speculative.states import StateDims as StateDims
     from specattn.speculative.step_decoder import PendingStep as PendingStep
     from specattn.speculative.step_decoder import StepDecoder as StepDecoder
 
@@ -57,7 +56,6 @@ _HOME_OF = {
     "SlotTable": "cache.slot_table",
     "SpecAttnError": "errors",
     "SpecConfig": "config",
-    "StateDims": "speculative.states",
     "StepDecoder": "speculative.step_decoder",
     "available": "backends",
     "choose_backend": "backends",

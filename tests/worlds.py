@@ -12,8 +12,9 @@ from specattn.batch import DraftTree, ForwardMode
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
+from specattn.speculative.eagle import EagleProposer
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.states import RequestStates
 from specattn.speculative.step import Step, StepPart
 from specattn.speculative.step_decoder import StepDecoder
 from specattn.speculative.verify import accept
@@ -168,9 +169,8 @@ def world(
     slot, drafts = (
         ModelSlot.of(m, p, backend) for m, p in zip((target, draft), pools, strict=True)
     )
-    states = RequestStates.alloc(
-        len(table.req_to_token), StateDims.of(draft, config.topk, draft_sampling=False), DEVICE
-    )
+    fields = EagleProposer(draft).state_fields(config)
+    states = RequestStates.alloc(len(table.req_to_token), fields, DEVICE)
     kept: dict[tuple[int, int], torch.Tensor] = {}
 
     def keeping(tree, logits, *rest):

@@ -23,7 +23,6 @@ from specattn import (
     SamplingBatch,
     SamplingParams,
     SpecConfig,
-    StateDims,
     StepDecoder,
 )
 from specattn.cache.external import as_slots
@@ -130,8 +129,7 @@ def main(new_tokens: int = 48) -> list[str]:
     sampling = SamplingBatch.of([SamplingParams()] * count, device)
     prefill = Prefill(of_target, of_draft, table.req_to_token, config)
     start = prefill.run([Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling)
-    dims = StateDims.of(draft, config.topk, draft_sampling=config.draft_sampling)
-    states = RequestStates.alloc(count + 1, dims, device)
+    states = RequestStates.alloc(count + 1, prefill.proposer.state_fields(config), device)
     states.admit(
         on_device,
         torch.tensor(lens, dtype=torch.int32, device=device),

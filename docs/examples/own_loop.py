@@ -23,7 +23,6 @@ from specattn import (
     SamplingParams,
     SlotTable,
     SpecConfig,
-    StateDims,
     StepDecoder,
 )
 from specattn.models import HFTarget, load_draft
@@ -64,10 +63,6 @@ def main(new_tokens: int = 48) -> list[str]:
     of_target = ModelSlot.of(target, KVPool(target.layers, slots, device), "auto")
     of_draft = ModelSlot.of(draft, KVPool(draft.layers, slots, device), "auto")
 
-    # what steps leave for each other: on the device, a row per request
-    dims = StateDims.of(draft, config.topk, draft_sampling=config.draft_sampling)
-    states = RequestStates.alloc(len(PROMPTS) + 1, dims, device)
-
     # the prompts: a row each, slots for every token, one forward of both models
     prompts = [target.tokenizer(text).input_ids for text in PROMPTS]
     rows, lens = [table.allocate() for _ in prompts], [len(ids) for ids in prompts]
@@ -75,6 +70,10 @@ def main(new_tokens: int = 48) -> list[str]:
     sampling = SamplingBatch.of([SamplingParams()] * len(prompts), device)
     prefill = Prefill(of_target, of_draft, table.req_to_token, config)
     start = prefill.run([Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling)
+
+    # what steps leave for each other: on the device, a row per request
+    fields = prefill.proposer.state_fields(config)
+    states = RequestStates.alloc(len(PROMPTS) + 1, fields, device)
     states.admit(
         torch.tensor(rows, device=device),
         torch.tensor(lens, dtype=torch.int32, device=device),

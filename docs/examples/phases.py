@@ -26,7 +26,6 @@ from specattn import (
     inspect,
 )
 from specattn.models import HFTarget, load_draft
-from specattn.speculative.states import StateDims
 
 PAIR = files("specattn") / "pair"
 PROMPTS = ["def read_config(path):", "class Point:\n    def __init__(self, x, y):"]
@@ -65,8 +64,8 @@ def main(new_tokens: int = 48, *, show: bool = False) -> list[str]:
     texts = [[token] for token in start.bonus_tokens.tolist()]
 
     # the state between steps is yours: a row per request, read and written on the device
-    dims = StateDims.of(draft, config.topk, draft_sampling=config.draft_sampling)
-    states = RequestStates.alloc(len(table.req_to_token), dims, device)
+    fields = prefill.proposer.state_fields(config)
+    states = RequestStates.alloc(len(table.req_to_token), fields, device)
     on_device = torch.tensor(rows, device=device), torch.tensor(lens, dtype=torch.int32).to(device)
     states.admit(*on_device, start.bonus_tokens, start.state, sampling)
 

@@ -33,7 +33,7 @@ from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.level import Level
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.prefill import Prefill
-from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.states import RequestStates
 from specattn.speculative.step_setup import StepOptions, StepSetup, plans_on_host
 
 if TYPE_CHECKING:
@@ -209,8 +209,8 @@ class Engine:
         self._plans_on_host = plans_on_host(self.target, self.draft)
         # of all configs it needs most proposals to start from
         widest = max(self.configs.all, key=lambda one: one.proposals)
-        dims = StateDims(self.proposer.state_fields(widest))
-        self.states = RequestStates.alloc(config.max_num_reqs + 1, dims, target.device)
+        fields = self.proposer.state_fields(widest)
+        self.states = RequestStates.alloc(config.max_num_reqs + 1, fields, target.device)
         eos = self.target.model.eos_token_ids
         self.scheduler = Scheduler(
             self.table, self.configs, eos, self.detokenize, self.proposer.read_ahead

@@ -18,7 +18,7 @@ from specattn.buffers import fingerprint
 from specattn.plan import AttnInputs, AttnPlan, MultiStepDims, causal_words
 from specattn.speculative.draft import choose_tokens, propose, propose_along_chain
 from specattn.speculative.proposer import BoundProposer, ModelProposer
-from specattn.speculative.states import StateDims
+from specattn.speculative.states import StateField
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from specattn.speculative.draft import Draws
     from specattn.speculative.model import DraftModel, DraftOutput
     from specattn.speculative.proposer import PromptChunk
-    from specattn.speculative.states import StateField
     from specattn.speculative.step_buffers import StepViews
 
 
@@ -53,9 +52,13 @@ class EagleProposer(ModelProposer):
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the fields of `DraftState`."""
-        return StateDims.of(
-            self.model, config.proposals, draft_sampling=config.draft_sampling
-        ).drafting
+        topk, drawn_of = config.proposals, self.vocab_size if config.draft_sampling else 0
+        return {
+            "topk_probs": StateField(topk, torch.float32),
+            "topk_tokens": StateField(topk, torch.int64),
+            "hidden_states": StateField(self.model.hidden_size, self.dtype),
+            "draft_probs": StateField(drawn_of, torch.float32),
+        }
 
     def bind(self, step: StepViews) -> BoundEagle:
         """Return the draft forwards and the extend of so many requests."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specattn.speculative.states import StateField
+from specattn.speculative.states import StateField, alloc_fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -242,11 +242,7 @@ class OwnProcessors:
         }
         for one in processors:
             fields |= {f"{one.name}.{key}": field for key, field in one.state_fields().items()}
-        tables = {
-            name: torch.zeros(rows, width, dtype=dtype, device=device)
-            for name, (width, dtype) in fields.items()
-        }
-        return cls(tuple(processors), tables)
+        return cls(tuple(processors), alloc_fields(fields, rows, device))
 
     def admit(self, row: int, asked: Mapping[str, Any], prompt: Sequence[int]) -> None:
         """Write a request's row, whatever the one before has left.

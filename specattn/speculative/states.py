@@ -18,7 +18,6 @@ from specattn.checks import expect
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from specattn.speculative.model import DraftModel
     from specattn.speculative.sampling import SamplingBatch
 
 
@@ -29,61 +28,14 @@ class StateField(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class StateDims:
-    """The fields that a proposer keeps per request, by name.
-
-    Parameters
-    ----------
-    drafting : mapping of str to StateField
-        `Proposer.state_fields`; nothing without a proposer.
-    position_offsets : bool
-        Whether requests may have offsets of their positions.
-    """
-
-    drafting: Mapping[str, StateField] = field(default_factory=dict)
-    position_offsets: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        draft: DraftModel | None,
-        topk: int,
-        *,
-        draft_sampling: bool,
-        position_offsets: bool = False,
-    ) -> Self:
-        """Return what a draft model starts from: the fields of `DraftState`.
-
-        Parameters
-        ----------
-        draft : DraftModel or None
-            The draft model.
-        topk : int
-            Proposals to keep: the most of any config over these states.
-        draft_sampling : bool
-            Whether drafts are drawn, as in `SpecConfig`.
-        position_offsets : bool
-            Whether requests may have offsets of their positions.
-        """
-        if draft is None:
-            return cls({}, position_offsets)
-        return cls(
-            {
-                "topk_probs": StateField(topk, torch.float32),
-                "topk_tokens": StateField(topk, torch.int64),
-                "hidden_states": StateField(draft.hidden_size, draft.layers[0].dtype),
-                "draft_probs": StateField(draft.vocab_size if draft_sampling else 0, torch.float32),
-            },
-            position_offsets,
-        )
-
-    def alloc(self, rows: int, device: torch.device) -> dict[str, Tensor]:
-        """Allocate ``[rows, width]`` of every field."""
-        return {
-            name: torch.zeros(rows, width, dtype=dtype, device=device)
-            for name, (width, dtype) in self.drafting.items()
-        }
+def alloc_fields(
+    fields: Mapping[str, StateField], rows: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Allocate ``[rows, width]`` zeros of every field."""
+    return {
+        name: torch.zeros(rows, width, dtype=dtype, device=device)
+        for name, (width, dtype) in fields.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -91,23 +43,22 @@ class RequestStates(BufferSet):
     """Every request's length, newest token, next proposal and sampling parameters.
 
     The axis that other buffer sets have for the batch is the row of ``req_to_token`` here:
-    ``RequestStates.alloc(max_num_reqs + 1, StateDims.of(draft, topk, ...), device)``, or
-    ``StateDims(proposer.state_fields(config))``. Row 0 belongs to padding and is never written. A
-    request's row is written by `admit` and then by its steps.
+    ``RequestStates.alloc(max_num_reqs + 1, proposer.state_fields(config), device)``. Row 0 belongs
+    to padding and is never written. A request's row is written by `admit` and then by its steps.
 
     Parameters
     ----------
     seq_lens, bonus_tokens : Tensor
         ``[R]`` int32 and int64: tokens with committed KV, and the newest, which has none yet.
     drafting : dict of str to Tensor
-        ``[R, width]`` for every field of `StateDims`: where the next proposal starts.
+        ``[R, width]`` for every field of the proposer: where the next proposal starts.
     temperature, top_p : Tensor
         ``[R]`` float32; a request draws if its temperature is above 0, and ``top_p`` 1 is off.
     top_k, seeds : Tensor
         ``[R]`` int32 and int64; ``top_k`` 0 is off.
     position_offsets : Tensor
         ``[R, 1]`` int64: what steps add to a token's place in its text for the position that models
-        rotate by; ``[R, 0]`` unless `StateDims.position_offsets`. Windows, random numbers and
+        rotate by; ``[R, 0]`` unless they were asked for. Windows, random numbers and
         logits processors go by places.
     """
 
@@ -117,15 +68,34 @@ class RequestStates(BufferSet):
     top_k: Tensor = buf(lambda _: (), torch.int32)
     top_p: Tensor = buf(lambda _: (), torch.float32, lambda _: torch.ones(()))
     seeds: Tensor = buf(lambda _: (), torch.int64)
-    position_offsets: Tensor = buf(lambda d: (int(d.position_offsets),), torch.int64)
+    position_offsets: Tensor = buf(lambda offsets: (int(offsets),), torch.int64)
 
     drafting: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def alloc(cls, batch: int, dims: StateDims, device: torch.device) -> Self:
-        """Allocate ``batch`` rows of padding."""
-        found = super().alloc(batch, dims, device)
-        return replace(found, drafting=dims.alloc(batch, device))
+    def alloc(
+        cls,
+        batch: int,
+        dims: Mapping[str, StateField],
+        device: torch.device,
+        *,
+        position_offsets: bool = False,
+    ) -> Self:
+        """Allocate ``batch`` rows of padding.
+
+        Parameters
+        ----------
+        batch : int
+            R.
+        dims : mapping of str to StateField
+            `Proposer.state_fields`, of the config with most branches; nothing without a proposer.
+        device : torch.device
+            Where the states live.
+        position_offsets : bool
+            Whether requests may have offsets of their positions.
+        """
+        found = super().alloc(batch, position_offsets, device)
+        return replace(found, drafting=alloc_fields(dims, batch, device))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name."""
@@ -168,7 +138,7 @@ class RequestStates(BufferSet):
             if not self.position_offsets.shape[1]:
                 raise ValueError(
                     "position_offsets need states that keep them: allocate them with "
-                    "StateDims(..., position_offsets=True)"
+                    "RequestStates.alloc(..., position_offsets=True)"
                 )
             position_offsets = position_offsets[..., None]
         given = {"seq_lens": seq_lens, "bonus_tokens": bonus_tokens} | {

@@ -108,7 +108,7 @@ def check_states(fields: Mapping[str, StateField], drafting: Mapping[str, Tensor
         if found is None:
             raise ValueError(
                 f"states must hold {name}, got {list(drafting)}: allocate them with "
-                "StateDims(proposer.state_fields(config))"
+                "RequestStates.alloc(rows, proposer.state_fields(config), device)"
             )
         if found.shape[1] < width or found.dtype != dtype:
             raise ValueError(

@@ -16,7 +16,6 @@ from specattn import (
     SamplingBatch,
     SamplingParams,
     SpecConfig,
-    StateDims,
     StepDecoder,
 )
 from specattn.attention.layers import LayeredBackend
@@ -24,6 +23,7 @@ from specattn.batch import ForwardMode
 from specattn.config import AttnConfig
 from specattn.errors import CaptureMismatch
 from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
+from specattn.speculative.eagle import EagleProposer
 from specattn.speculative.prefill import Prefill, Prompt
 from tests.caches import LAYOUTS, MAKES, PAGE, Layout, layout_of, scattered
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
@@ -85,8 +85,7 @@ def host(layout="halves", make="scattered", backend="torch_native", config=CONFI
         block_stride=layouts[0].stride,
     )
     blocks = 1 + torch.randperm(BLOCKS - 1).to(torch.int32).view(3, -1).to(DEVICE)
-    dims = StateDims.of(draft, config.topk, draft_sampling=False)
-    states = RequestStates.alloc(4, dims, DEVICE)
+    states = RequestStates.alloc(4, EagleProposer(draft).state_fields(config), DEVICE)
     decoder = StepDecoder(*slots, config, table, states, buckets=(1, 3))
     one = Host(target, pools, layouts, blocks, table, decoder, [])
     one.give([64, 64, 64])

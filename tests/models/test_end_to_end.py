@@ -12,7 +12,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.errors import ModelError
 from specattn.models import HFTarget, load_draft
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
 from tests.models.heads import VD, eagle3_tensors, eagle_tensors, write
 
@@ -88,6 +88,6 @@ def test_longrope_is_served_up_to_where_it_rescales_and_refused_beyond(tiny, tmp
     config = SpecConfig(0, 1, 1, max_context_len=limit + 1, max_num_reqs=1)
     table = SlotTable(max_num_reqs=1, max_context_len=limit + 1, num_slots=64)
     slot = ModelSlot.of(target, KVPool(target.layers, 64, "cpu"), "torch_native")
-    states = RequestStates.alloc(2, StateDims.of(None, 1, draft_sampling=False), target.device)
+    states = RequestStates.alloc(2, {}, target.device)
     with pytest.raises(ModelError, match=r"max_context_len must be at most 24, got 25"):
         StepDecoder(slot, None, config, table, states)

@@ -16,7 +16,6 @@ from specattn import (
     SamplingParams,
     SlotTable,
     SpecConfig,
-    StateDims,
     StepDecoder,
 )
 from specattn.speculative.drafts import draft_of
@@ -66,8 +65,9 @@ class Loop:
         proposer = draft_of(made).make(slot)
         if proposer.slot is not None:
             self.models.append(getattr(proposer.slot.model, "model", proposer.slot.model))
-        dims = StateDims(proposer.state_fields(config), position_offsets=offsets is not None)
-        states = self.states = RequestStates.alloc(4, dims, DEVICE)
+        fields, offset = proposer.state_fields(config), offsets is not None
+        states = RequestStates.alloc(4, fields, DEVICE, position_offsets=offset)
+        self.states = states
         self.rows = [slots.allocate() for _ in PROMPTS]
         slots.reserve(self.rows, [96] * 3)
         drawing = SamplingBatch.of(sampling or [SamplingParams()] * 3, DEVICE)

@@ -14,7 +14,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
@@ -40,12 +40,8 @@ class Loop:
             for model in (TinyTarget(device=DEVICE), TinyDraft(device=DEVICE))
         ]
         self.prefill = Prefill(*self.slots, self.table.req_to_token, config)
-
-        self.states = RequestStates.alloc(
-            3,
-            StateDims.of(self.slots[1].model, config.topk, draft_sampling=config.draft_sampling),
-            DEVICE,
-        )
+        fields = self.prefill.proposer.state_fields(config)
+        self.states = RequestStates.alloc(3, fields, DEVICE)
 
     def texts(self) -> list[list[int]]:
         """Continue the prompts."""

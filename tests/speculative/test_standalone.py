@@ -15,7 +15,7 @@ from specattn.speculative.model import ModelSlot
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.standalone import LMDraft, StandaloneProposer
-from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
 from tests.books import check_books
 from tests.samples import sampled, star
@@ -179,7 +179,7 @@ def test_a_loop_of_ones_own_reserves_what_the_draft_writes(target) -> None:
         for model in (target, draft)
     )
     proposer = StandaloneProposer(own)
-    states = RequestStates.alloc(3, StateDims(proposer.state_fields(config)), target.device)
+    states = RequestStates.alloc(3, proposer.state_fields(config), target.device)
     with pytest.raises(ValueError, match=r"reserve_len must be at least 5, .* got 4: use config"):
         StepDecoder(slot, own, config, table, states)
     config = config.reserving(draft.draft_len(config))

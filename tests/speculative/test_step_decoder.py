@@ -13,9 +13,10 @@ from specattn.cache.external import ExternalTable
 from specattn.cache.kv_pool import KVPool
 from specattn.engine.engine import Request
 from specattn.errors import CaptureMismatch, NotCapturedError
+from specattn.speculative.eagle import EagleProposer
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
 from tests.speculative.stepping import DRAWN, PROMPTS, SETTINGS, admitted, engine
 from tests.tiny import dense_greedy
@@ -257,8 +258,8 @@ def changed(run, states=None, **over):
 
 
 def other_states(run, topk=4, rows=6):
-    dims = StateDims.of(run.draft.model, topk, draft_sampling=False)
-    return RequestStates.alloc(rows, dims, DEVICE)
+    fields = EagleProposer(run.draft).state_fields(replace(run.config, topk=topk))
+    return RequestStates.alloc(rows, fields, DEVICE)
 
 
 MISFITS = {

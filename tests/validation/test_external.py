@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specattn import AttnConfig, ExternalTable, KVPool, RequestStates, StateDims, StepDecoder
+from specattn import AttnConfig, ExternalTable, KVPool, RequestStates, StepDecoder
 from specattn.cache.external import as_slots
 from specattn.config import KVScales
 from tests.cache.test_external_steps import host
@@ -195,9 +195,7 @@ def test_a_decoder_refuses_a_table_of_more_slots_than_its_pools():
         StepDecoder(*parts, table, decoder.states)
     with pytest.raises(ValueError, match="page_size must be the table's, 4, got 1"):
         StepDecoder(*parts[:2], replace(decoder.config, page_size=1), old, decoder.states)
-    short = RequestStates.alloc(
-        3, StateDims.of(decoder.draft.model, 4, draft_sampling=False), DEVICE
-    )
+    short = RequestStates.alloc(3, decoder.proposer.state_fields(decoder.config), DEVICE)
     with pytest.raises(ValueError, match=r"states.seq_lens must be \[4\] .* got \[3\]"):
         StepDecoder(*parts, old, short)
     one.step()

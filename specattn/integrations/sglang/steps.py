@@ -36,9 +36,10 @@ from specattn.integrations.sglang.processed import (
     write_logprobs,
 )
 from specattn.integrations.sglang.requests import asked
+from specattn.speculative.eagle import EagleProposer
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.processors import ProcessorStates
-from specattn.speculative.states import RequestStates, StateDims
+from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
 from specattn.speculative.verify import accept
 
@@ -126,8 +127,8 @@ class Steps:
         reserved = torch.full_like(req_to_token[:, 0], width).contiguous()
         slots = pools[0].num_slots // page * page
         table = ExternalTable(req_to_token, reserved, num_slots=slots, page_size=page)
-        dims = StateDims.of(models[1], config.proposals, draft_sampling=False)
-        self.states = RequestStates.alloc(rows, dims, req_to_token.device)
+        fields = EagleProposer(models[1]).state_fields(config)
+        self.states = RequestStates.alloc(rows, fields, req_to_token.device)
         # SGLang writes that many columns past a text, whether or not a row has them
         self.longest = width - (get_alloc_reserve_per_decode() + page - 1)
         self.vocab_size, self.target_ids = models[0].vocab_size, target_ids
