@@ -7,16 +7,18 @@ give a tree of depth N.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specattn.attention.multi_step import MultiStepDraftBackend
-from specattn.batch import DraftState, ForwardMode, Phase, RowLayout
+from specattn.batch import Candidates, DraftState, ForwardMode, Marginals, Phase, RowLayout
 from specattn.buffers import fingerprint
+from specattn.kernels.tree import Beams, select_beams
 from specattn.plan import AttnInputs, AttnPlan, MultiStepDims, causal_words
-from specattn.speculative.draft import choose_tokens, propose, propose_along_chain
+from specattn.speculative.draft import choose_tokens, new_beams, new_candidates
 from specattn.speculative.proposer import BoundProposer, ModelProposer
 from specattn.speculative.states import StateField
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.attention.multi_step import BoundMultiStep
-    from specattn.batch import AcceptResult, Candidates, Marginals
+    from specattn.batch import AcceptResult
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
     from specattn.speculative.draft import Draws
@@ -70,7 +72,24 @@ class EagleProposer(ModelProposer):
         assert chunk.features is not None
         states, attend = draft.combine(chunk.features), chunk.bind(self.slot.backend)
         out = draft.forward(chunk.next_ids, states, chunk.positions, attend, last)
-        return started(draft, out, chunk)
+        return self.started(out, chunk)
+
+    def started(self, out: DraftOutput, chunk: PromptChunk) -> dict[str, Any]:
+        """Return the `DraftState` after prompts that end in a chunk."""
+        draws = chunk.sampling if chunk.config.draft_sampling else None
+        after = chunk.positions[chunk.last] + 1
+        return self.proposed(out, chunk.config.proposals, draws, after)
+
+    def proposed(
+        self, out: DraftOutput, topk: int, draws: Draws | None, after: Tensor
+    ) -> dict[str, Any]:
+        """Return the `DraftState` of a forward.
+
+        ``after``, ``[R]`` int64, are the places of the tokens that its proposals follow.
+        """
+        # the token proposed here follows the bonus token
+        probs, tokens, drawn_from = choose_tokens(self.model, out.logits, topk, draws, after)
+        return vars(DraftState(probs, tokens, out.hidden_states, drawn_from))
 
 
 class BoundEagle(BoundProposer):
@@ -134,10 +153,63 @@ class BoundEagle(BoundProposer):
     def propose(self) -> Candidates | Marginals:
         """Run the draft forwards; return every token that the draft looked at."""
         assert self.multi_step is not None
-        step = self.step
-        grow = propose_along_chain if step.config.tree == "best_first" else propose
-        state = DraftState(**self.gathers)
-        return grow(self.proposer.model, self.multi_step, state, step.config, step.buffers)
+        positions = self.step.buffers.rotary(self.multi_step.inputs.positions)
+        # all forwards' at once: one's own are not dense for more than one request
+        positions = positions.transpose(0, 1).contiguous().flatten(1)  # [steps, B * K]
+        best_first = self.step.config.tree == "best_first"
+        grow = self._follow_chain if best_first else self._grow_beams
+        return grow(self.multi_step, DraftState(**self.gathers), positions)
+
+    def _grow_beams(
+        self, attention: BoundMultiStep, state: DraftState, positions: Tensor
+    ) -> Candidates:
+        """Grow the beams: every draft forward proposes children of topk nodes.
+
+        The dynamic draft tree of EAGLE-2 (arXiv:2406.16858); with topk 1 a chain.
+        """
+        draft, config, buffers = self.proposer.model, self.step.config, self.step.buffers
+        candidates = new_candidates(state.topk_probs, config)
+        drawn_from = [state.draft_probs]
+        probs, tokens = state.topk_probs[:, None], state.topk_tokens[:, None]  # [B, 1, K]
+        hidden = state.hidden_states  # [B * beams, H]
+        beams: Beams | None = None
+        draws = buffers if config.draft_sampling else None
+        for step, attend in enumerate(attention.steps):
+            # the nodes of this forward
+            grown = new_beams(state.topk_tokens, attention.inputs.words[:, step])
+            select_beams(step, probs, tokens, beams, candidates=candidates, out=grown)
+            attention.fill_ancestors(step)
+            nodes, sources = grown.tokens, grown.rows.flatten()
+            out = draft.forward(nodes.flatten(), hidden, positions[step], attend, sources=sources)
+            # a coin belongs to the place of the token that the proposal follows
+            places = buffers.positions[:, step + 1]
+            chosen = choose_tokens(draft, out.logits, config.topk, draws, places)
+            probs, tokens, dense = (one.unflatten(0, nodes.shape) for one in chosen)
+            drawn_from.append(dense[:, 0])
+            hidden, beams = out.hidden_states, grown
+        select_beams(len(attention.steps), probs, tokens, beams, candidates=candidates, out=None)
+        return replace(candidates, draft_probs=torch.stack(drawn_from, 1))
+
+    def _follow_chain(
+        self, attention: BoundMultiStep, state: DraftState, positions: Tensor
+    ) -> Marginals:
+        """Follow the most probable tokens; keep the ``ranks`` best of every depth.
+
+        Tokens below the first of a depth are proposed as if they did not depend on it. Ancestor
+        words are never written.
+        """
+        draft, ranks = self.proposer.model, self.step.config.ranks
+        probs, tokens, hidden = [state.topk_probs], [state.topk_tokens], state.hidden_states
+        for step, attend in enumerate(attention.steps):
+            attention.fill_ancestors(step)
+            at = positions[step]
+            out = draft.forward(tokens[-1][:, 0].contiguous(), hidden, at, attend)
+            chosen, ids, _ = choose_tokens(draft, out.logits, ranks, None, at)
+            probs.append(chosen)
+            tokens.append(ids)
+            hidden = out.hidden_states
+        best = torch.stack(probs, 1)
+        return Marginals(best.log_(), torch.stack(tokens, 1), best[..., :0])
 
     def absorb(self, accepted: AcceptResult) -> dict[str, Any]:
         """Run the draft over the accepted path; return where drafting goes on.
@@ -156,7 +228,7 @@ class BoundEagle(BoundProposer):
         # steps of other configs may start from it
         topk = self.step.states.drafting["topk_probs"].shape[1]
         draws = buffers if self.step.config.draft_sampling else None
-        return _proposed(draft, out, topk, draws, buffers.after)
+        return self.proposer.proposed(out, topk, draws, buffers.after)
 
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers of the draft forwards."""
@@ -171,21 +243,6 @@ class BoundEagle(BoundProposer):
                 kv_indices=drafts.kv_indices,
             )
         return found
-
-
-def started(draft: DraftModel, out: DraftOutput, chunk: PromptChunk) -> dict[str, Any]:
-    """Return the `DraftState` after prompts that end in a chunk."""
-    draws = chunk.sampling if chunk.config.draft_sampling else None
-    after = chunk.positions[chunk.last] + 1
-    return _proposed(draft, out, chunk.config.proposals, draws, after)
-
-
-def _proposed(
-    draft: DraftModel, out: DraftOutput, topk: int, draws: Draws | None, after: Tensor
-) -> dict[str, Any]:
-    # the token proposed here follows the bonus token
-    probs, tokens, drawn_from = choose_tokens(draft, out.logits, topk, draws, after)
-    return vars(DraftState(probs, tokens, out.hidden_states, drawn_from))
 
 
 def _drafting(proposer: EagleProposer, step: StepViews, lens: Tensor) -> MultiStepDraftBackend:

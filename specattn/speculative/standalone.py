@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specattn.errors import ModelError
-from specattn.speculative.eagle import EagleProposer, started
+from specattn.speculative.eagle import EagleProposer
 from specattn.speculative.model import DraftOutput, for_context
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class StandaloneProposer(EagleProposer):
         out = self.model.forward(
             token_ids, chunk.last[:0], positions, chunk.bind(self.slot.backend, plan), rows
         )
-        return started(self.model, out, chunk)
+        return self.started(out, chunk)
 
 
 def _with_bonus(chunk: PromptChunk) -> tuple[ExtendPlan, Tensor, Tensor, Tensor]:
