@@ -14,7 +14,7 @@ from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
 from specattn.speculative.drafts import as_proposer
 from specattn.speculative.host_buffers import LogprobBuffers
-from specattn.speculative.processing import Processing
+from specattn.speculative.processors import Processing
 from specattn.speculative.proposer import PromptChunk
 from specattn.speculative.validation import check_logits, check_prompts
 from specattn.speculative.verify import accept

@@ -20,7 +20,7 @@ from specattn.kernels.tree import best_first_tree, build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import beams_of
 from specattn.speculative.level import Level
-from specattn.speculative.processing import Processing
+from specattn.speculative.processors import Processing
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.step_buffers import StepBuffers, StepViews
 from specattn.speculative.validation import check_features, check_logits
