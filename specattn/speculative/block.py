@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from specattn.attention.bound import BoundLayers
     from specattn.attention.layers import LayeredBackend
     from specattn.cache.kv_pool import KVPool
-    from specattn.config import SpecConfig
     from specattn.speculative.model import Attend
 
 
@@ -73,10 +72,6 @@ class BlockShape:
     mask_token_id: int
     first_draft: int
     views: tuple[BlockView, ...]
-
-    def columns(self, config: SpecConfig) -> int:
-        """Return the most columns that a step writes."""
-        return max(self.size if config.num_steps else 1, config.num_steps + 1)
 
 
 @runtime_checkable

@@ -43,7 +43,7 @@ class DFlashProposer(ModelProposer):
 
     def draft_len(self, config: SpecConfig) -> int:
         """Return the block's columns, or the accepted path's."""
-        return self.model.block.columns(config)
+        return max(self.num_positions(config), config.num_steps + 1)
 
     def num_positions(self, config: SpecConfig) -> int:
         """Return the block's positions."""

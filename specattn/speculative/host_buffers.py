@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from specattn.kernels.logprobs import MAX_LOGPROBS
-from specattn.kernels.step import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,16 +46,6 @@ class HostBuffers:
     def of(self, begin: int, end: int) -> HostBuffers:
         """Return the buffers of the requests ``[begin, end)`` of every step."""
         return HostBuffers(self.rows[:, begin:end], self.packed[:, begin:end], self.entry)
-
-    def align(self, entry: int) -> None:
-        """Wait for this stream's steps, whose entries are unknown; set the entry."""
-        if self.entry.is_cuda:
-            torch.cuda.current_stream(self.entry.device).synchronize()
-        self.entry.fill_(entry)
-
-    def write_output(self, packed: Tensor) -> None:
-        """Write ``packed [b, width]``; pass the entry on; capturable."""
-        write_output(packed, self.packed, self.entry)
 
 
 class TokenLogprobs(NamedTuple):
@@ -309,8 +298,11 @@ class InFlight:
             step.wait()
 
     def align(self) -> None:
-        """Wait for all launches; set the device's entry to the host's."""
-        self.host.align(self._next)
+        """Wait for this stream's launches; set the device's entry to the host's."""
+        entry = self.host.entry
+        if entry.is_cuda:
+            torch.cuda.current_stream(entry.device).synchronize()
+        entry.fill_(self._next)
         self._aligned = True
 
 

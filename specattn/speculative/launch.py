@@ -12,6 +12,7 @@ import torch
 from specattn.batch import ForwardMode, halves
 from specattn.buffers import fingerprint
 from specattn.cuda_graph.recorder import is_recording, side_by_side
+from specattn.kernels.step import write_output
 from specattn.speculative.grammar import open_bitmask
 from specattn.speculative.host_proposer import BoundHostTrees
 from specattn.speculative.model import ModelSlot
@@ -135,7 +136,7 @@ class StepLaunch:
                 first()
                 second()
         if self.part.has(ForwardMode.DRAFT_EXTEND):
-            self.host.write_output(self.packed)
+            write_output(self.packed, self.host.packed, self.host.entry)
 
     def holders(self) -> tuple[Iterable[object], ...]:
         """Return what holds the tensors of states, table and pools."""

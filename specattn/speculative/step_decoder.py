@@ -111,6 +111,8 @@ class StepDecoder(ReadOnly):
     ----------
     proposer : Proposer
         What proposes tokens; a `NoProposer` in plain decoding without a draft.
+    parts : list of tuple of StepPart
+        What a step consists of, in order, by level.
     draft : ModelSlot or None
         Its model, pool and attention, if it has any.
     runner : GraphRunner
@@ -144,7 +146,7 @@ class StepDecoder(ReadOnly):
         check_draft_tokens(self.proposer, self.target.model.vocab_size, device)
         self._plans = setup.plans_on_host
         piecewise = self.cudagraph == "piecewise"
-        self._parts = [StepPart.of(config, level, piecewise=piecewise) for level in Level]
+        self.parts = [StepPart.of(config, level, piecewise=piecewise) for level in Level]
         self._levels = {Level.GREEDY}
         self.runner = GraphRunner(
             self._launch_of,
@@ -160,7 +162,8 @@ class StepDecoder(ReadOnly):
         self._launches: dict[int, StepLaunch] = {}
         self._tensors = table.req_to_token, table.reserved
         largest = max(table.req_to_token.shape[0], *buckets)
-        self._in_flight = InFlight(HostBuffers.alloc(_IN_FLIGHT, largest, self._width, device))
+        host = HostBuffers.alloc(_IN_FLIGHT, largest, config.num_steps + 2, device)
+        self._in_flight = InFlight(host)
         # the table's rows, and the last ones that `check_rows` found to be good
         self._known = frozenset(range(len(table.req_to_token)))
         self._good: tuple[int, ...] | None = None
@@ -168,14 +171,10 @@ class StepDecoder(ReadOnly):
         self._processors: ProcessorStates | None = None
         self.capture(sampled=sampled, processors=processors, or_eager=or_eager)
 
-    def parts(self, level: Level) -> tuple[StepPart, ...]:
-        """Return what a step consists of, in order."""
-        return self._parts[level]
-
     @property
     def modes(self) -> tuple[StepPart, ...]:
         """Every part that `capture` was asked for."""
-        asked = chain.from_iterable(self._parts[level] for level in sorted(self._levels))
+        asked = chain.from_iterable(self.parts[level] for level in sorted(self._levels))
         return tuple(dict.fromkeys(asked))
 
     @property
@@ -338,11 +337,13 @@ class StepDecoder(ReadOnly):
         level = Level.SAMPLED if sampled else Level.GREEDY
         level = Level.PROCESSED if processed else level
         level = Level.CONSTRAINED if grammars is not None else level
-        parts = self._parts[level]
+        parts = self.parts[level]
         ready = self.runner.ready(parts, len(rows))
         found = None
         if self.options.validate == "debug":
-            found = self._check_contents(ready, rows, seq_lens_cpu, level > Level.GREEDY)
+            for captured in ready:
+                captured.compare()
+            found = taking_part(self.setup, rows, seq_lens_cpu, sampled=level > Level.GREEDY)
         steps.moved()
         for part, captured in zip(parts, ready, strict=True):
             if part is parts[0]:
@@ -394,12 +395,12 @@ class StepDecoder(ReadOnly):
         self._check_free()
         trees = self._checked_trees(trees, len(rows))
         rows = self._checked_rows(rows, seq_lens_cpu)
-        host = HostBuffers.alloc(1, len(rows), self._width, self._in_flight.host.entry.device)
+        depth, device = self.config.num_steps + 1, self.setup.device
+        host = HostBuffers.alloc(1, len(rows), depth + 1, device)
         host.rows[0] = torch.tensor(rows)
         launch = StepMemory(self.setup, host, len(rows)).launch(len(rows))
         if self._processors is not None:
-            device = host.entry.device
-            logprobs = LogprobBuffers.alloc(1, len(rows), self.config.num_steps + 1, device)
+            logprobs = LogprobBuffers.alloc(1, len(rows), depth, device)
             launch = launch.with_processing(self._processors, logprobs, masked=True)
         if trees is not None:
             launch.write_trees(trees)
@@ -410,23 +411,6 @@ class StepDecoder(ReadOnly):
     def settle(self) -> None:
         """Wait for every step in flight, whoever has not."""
         self._in_flight.settle()
-
-    @property
-    def _width(self) -> int:
-        """Numbers that the host gets per request: a count, then tokens."""
-        return self.config.num_steps + 2
-
-    def _check_contents(
-        self,
-        ready: Sequence[Captured],
-        rows: tuple[int, ...],
-        seq_lens_cpu: Tensor | None,
-        sampled: bool,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Check what graphs baked in and steps find; waits for the device."""
-        for captured in ready:
-            captured.compare()
-        return taking_part(self.setup, rows, seq_lens_cpu, sampled=sampled)
 
     def _check_tree(self, captured: Captured, at: Tensor, seq_lens: Tensor) -> None:
         """Check the tree of who takes part; waits for the device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from specattn.checks import one_of
 from specattn.speculative.verify import accept
@@ -29,25 +29,16 @@ if TYPE_CHECKING:
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step import StepPart
 
+    #: Decides what is kept of a tree, as `verify.accept` does: no sync, capturable. It takes the
+    #: tree, logits, lengths, config, sampling parameters, and what to write.
+    Acceptor = Callable[
+        [DraftTree, Tensor, Tensor, SpecConfig, SamplingBatch, AcceptResult], AcceptResult
+    ]
+
 #: How a step is recorded: as one graph, or as three that a host may work between.
 CudagraphMode = Literal["full", "piecewise"]
 #: Whether steps also check what tensors hold.
 Validate = Literal["off", "debug"]
-
-
-class Acceptor(Protocol):
-    """A function that decides what is kept of a tree: `verify.accept`."""
-
-    def __call__(
-        self,
-        tree: DraftTree,
-        logits: Tensor,
-        seq_lens: Tensor,
-        config: SpecConfig,
-        sampling: SamplingBatch,
-        out: AcceptResult,
-    ) -> AcceptResult:
-        """Write ``out``; no sync, capturable."""
 
 
 class EngineKeywords(TypedDict, total=False):

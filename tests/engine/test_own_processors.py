@@ -149,7 +149,7 @@ def test_nothing_is_allocated_for_a_processor_that_nobody_asks_for():
 
 def test_a_graph_knows_the_states_addresses():
     run = engine("tree", processed=True, buckets=[2])
-    (part,) = run.decoders[0].parts(Level.PROCESSED)
+    (part,) = run.decoders[0].parts[Level.PROCESSED]
     launch = run.decoders[0].runner._captured[part][2].program
     table = run.decoders[0].processors.own["budget.left"]
     assert "processors.own.budget.left" in dict(launch.fingerprint())

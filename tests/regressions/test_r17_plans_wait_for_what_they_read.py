@@ -142,7 +142,7 @@ def test_all_parts_may_be_planned_before_the_first_has_run(monkeypatch, tree):
     assert decoder.cudagraph == "piecewise"
     lens = torch.tensor([live.length for live in early.running], dtype=torch.int32)
     for _ in range(2):
-        parts = decoder.parts(Level.GREEDY)
+        parts = decoder.parts[Level.GREEDY]
         ready = decoder.runner.ready(parts, len(rows))
         poison(early)
         for one in ready:

@@ -68,7 +68,7 @@ def test_every_node_is_drafted_as_its_path_would_be_alone(tree, page_size, indic
     texts = [list(live.tokens) for live in run.running]
     run.step()
     decoder = run.decoder(config)
-    (part,) = decoder.parts(Level.GREEDY)
+    (part,) = decoder.parts[Level.GREEDY]
     (step,) = decoder.runner._captured[part][3].program.steps
     words = step.bound.multi_step.inputs.words  # [3, steps - 1, topk, W]
     calls = spy.calls[: steps - 1]

@@ -126,7 +126,7 @@ def test_what_is_missing_is_named():
 def test_states_that_moved_are_noticed():
     """Graphs bake the states' addresses in."""
     _, decoder, rows, _ = prepared("tree")
-    launch = decoder.runner._captured[decoder.parts(Level.PROCESSED)[0]][5].program
+    launch = decoder.runner._captured[decoder.parts[Level.PROCESSED][0]][5].program
     named = dict(launch.fingerprint())
     states = decoder.processors
     assert {f"processors.{name}" for name in states.tensors()} <= named.keys()

@@ -83,7 +83,7 @@ def test_states_that_were_replaced_after_capture_are_a_mismatch(step, wanted, na
 def test_every_part_of_a_step_is_compared_with_its_own_capture(step, wanted):
     """Parts are captured one after the other: the first may be right where a later one is not."""
     decoder = step.one.decoder
-    for part in decoder.parts(Level.GREEDY):
+    for part in decoder.parts[Level.GREEDY]:
         captured = decoder.runner._captured[part][4]
         object.__setattr__(captured, "addresses", [1, *captured.addresses[1:]])
         object.__setattr__(captured, "fingerprint", (("part", None), *captured.fingerprint[1:]))
