@@ -18,22 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@dataclass(frozen=True)
-class Spec:
-    """One buffer's shape without the batch axis, dtype and padding row."""
-
-    shape: Callable[[Any], tuple[int, ...]]
-    dtype: Callable[[Any], torch.dtype]
-    pad: Callable[[Any], Tensor] | None
-
-    def alloc(self, batch: int, dims: Any, device: torch.device) -> Tensor:
-        """Allocate ``batch`` rows of padding."""
-        row = torch.zeros(self.shape(dims), dtype=self.dtype(dims), device=device)
-        if self.pad is not None:
-            row.copy_(self.pad(dims))
-        return row.expand(batch, *row.shape).contiguous()
-
-
 def buf(
     shape: Callable[[Any], tuple[int, ...]],
     dtype: torch.dtype | Callable[[Any], torch.dtype],
@@ -52,7 +36,7 @@ def buf(
         Maps the dimensions to one row of padding; zeros if omitted.
     """
     typed = dtype if callable(dtype) else lambda _: dtype
-    return field(metadata={"spec": Spec(shape, typed, pad)})
+    return field(metadata={"shape": shape, "dtype": typed, "pad": pad})
 
 
 @dataclass(frozen=True)
@@ -72,9 +56,14 @@ class BufferSet:
         device : torch.device
             Where the buffers live.
         """
-        declared = [item for item in fields(cls) if item.metadata]
-        specs: dict[str, Spec] = {item.name: item.metadata["spec"] for item in declared}
-        return cls(**{name: spec.alloc(batch, dims, device) for name, spec in specs.items()})
+        made = {}
+        for item in fields(cls):
+            if spec := item.metadata:
+                row = torch.zeros(spec["shape"](dims), dtype=spec["dtype"](dims), device=device)
+                if spec["pad"] is not None:
+                    row.copy_(spec["pad"](dims))
+                made[item.name] = row.expand(batch, *row.shape).contiguous()
+        return cls(**made)
 
     def bind(self, batch: int) -> Self:
         """Return views of the first ``batch`` rows.

@@ -24,7 +24,7 @@ from specattn.speculative.host_proposer import HostProposer, checked_trees
 from specattn.speculative.launch import StepLaunch, StepMemory
 from specattn.speculative.level import Level
 from specattn.speculative.step import StepPart
-from specattn.speculative.step_setup import CudagraphMode, StepOptions, StepSetup
+from specattn.speculative.step_setup import CudagraphMode, StepOptions, StepSetup, plans_on_host
 from specattn.speculative.validation import (
     check_draft_tokens,
     check_rows,
@@ -144,7 +144,7 @@ class StepDecoder(ReadOnly):
         self.config, self.table, self.states = config, table, states
         self.cudagraph = self.options.cudagraph
         check_draft_tokens(self.proposer, self.target.model.vocab_size, device)
-        self._plans = setup.plans_on_host
+        self._plans = plans_on_host(*setup.slots)
         piecewise = self.cudagraph == "piecewise"
         self.parts = [StepPart.of(config, level, piecewise=piecewise) for level in Level]
         self._levels = {Level.GREEDY}

@@ -170,11 +170,6 @@ class StepSetup:
         own = self.proposer.slot
         return (self.target,) if own is None else (self.target, own)
 
-    @property
-    def plans_on_host(self) -> bool:
-        """Whether the backend of any model plans on the host."""
-        return plans_on_host(*self.slots)
-
     def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> StepSetup:
         """Return the setup with every model's slot changed."""
         proposer, own = self.proposer, self.proposer.slot

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.checks import expect, whole_number, whole_numbers
+from specattn.speculative.step_setup import plans_on_host
 from specattn.trees import validate_tree
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def check_logits(logits: Tensor, rows: int, vocab_size: int) -> None:
 def check_setup(setup: StepSetup) -> None:
     """Refuse what steps cannot run with: backends, sizes, trees."""
     options, config, proposer = setup.options, setup.config, setup.proposer
-    if options.cudagraph == "full" and setup.plans_on_host:
+    if options.cudagraph == "full" and plans_on_host(*setup.slots):
         raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
     for slot in setup.slots[1:]:
         slot.backend.check_indices(options.indices)
