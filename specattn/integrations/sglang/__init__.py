@@ -73,15 +73,15 @@ def _register_algorithm() -> None:
     """Let ``--speculative-algorithm`` name the algorithm."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from specattn.integrations.sglang.algorithm import SpecAttnAlgorithm
+    from specattn.integrations.sglang.algorithm import SpecAttnAlgorithm, SpecAttnEagle
 
     def worker(server_args: Any) -> Any:
         from specattn.integrations.sglang.worker import SpecAttnWorker
 
         return SpecAttnWorker
 
-    register_as = SpeculativeAlgorithm.register
-    register_as(names.ALGORITHM, supports_overlap=True, spec_class=SpecAttnAlgorithm)(worker)
+    for name, kind in ((names.ALGORITHM, SpecAttnAlgorithm), (names.EAGLE, SpecAttnEagle)):
+        SpeculativeAlgorithm.register(name, supports_overlap=True, spec_class=kind)(worker)
 
 
 def _serve_latent() -> None:

@@ -1,8 +1,8 @@
 """``--speculative-algorithm SPECATTN``, as SGLang's dispatch sees it.
 
-To everything but its worker it is an EAGLE-3 algorithm: the target gives features, the head's pool
-has the target's slots, the radix cache is keyed by pairs of tokens, and slots are reserved before
-every step.
+To everything but its worker it is an EAGLE-3 algorithm, or EAGLE with heads that read the target's
+last state alone: the target gives features, the head's pool has the target's slots, the radix cache
+is keyed by pairs of tokens, and slots are reserved before every step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+from transformers import PretrainedConfig
 
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import names
@@ -51,9 +52,33 @@ def option_refusals(server_args: Any) -> list[str]:
         value = getattr(server_args, name, served[0])
         if value not in served:
             found.append(f"{name}={value!r} is not served")
-    if server_args.speculative_draft_model_path is None:
-        found.append("speculative_draft_model_path must name an EAGLE-3 head")
     return found
+
+
+def _config(path: str, revision: str | None) -> dict[str, Any]:
+    """Return what a model's folder says of it."""
+    config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    return config
+
+
+def choose_head(server_args: Any) -> str:
+    """Name the head's folder where no option does, and return the algorithm for it.
+
+    Raises
+    ------
+    UnsupportedError
+        If the target has no layer that predicts next tokens, and no option names a head.
+    """
+    args = server_args
+    if args.speculative_draft_model_path is None:
+        if not _config(args.model_path, args.revision).get("num_nextn_predict_layers"):
+            reason = "speculative_draft_model_path must name an EAGLE, EAGLE-3 or MTP head"
+            raise UnsupportedError(f"SGLang algorithm {names.ALGORITHM!r}", [reason])
+        args.speculative_draft_model_path = args.model_path
+        args.speculative_draft_model_revision = args.revision
+    path, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
+    kinds = _config(path, revision).get("architectures") or [""]
+    return names.ALGORITHM if "eagle3" in kinds[0].lower() else names.EAGLE
 
 
 class SpecAttnAlgorithm(CustomSpecAlgo):
@@ -101,6 +126,8 @@ class SpecAttnAlgorithm(CustomSpecAlgo):
         if found := names.step_problems() + option_refusals(server_args):
             raise UnsupportedError(f"SGLang algorithm {names.ALGORITHM!r}", found)
         args = server_args
+        # SGLang's other processes see these options, and no more
+        args.speculative_algorithm = choose_head(args)
         if args.speculative_num_steps is None:
             steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens = DEFAULT
             args.speculative_num_steps = steps
@@ -109,6 +136,14 @@ class SpecAttnAlgorithm(CustomSpecAlgo):
         if args.max_running_requests is None:
             args.max_running_requests = MAX_RUNNING
         args.enable_mixed_chunk = False
+
+
+class SpecAttnEagle(SpecAttnAlgorithm):
+    """The same for heads that read the target's last state: EAGLE and MTP (NEXTN)."""
+
+    def is_eagle3(self) -> bool:
+        """Say that the target gives no states of other layers."""
+        return False
 
 
 class RowMap(FutureMap):

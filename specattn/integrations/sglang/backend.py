@@ -54,15 +54,21 @@ class LayerBackend(AttentionBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        *,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Store new keys and values if ``save_kv_cache``, and attend."""
+        """Store new keys and values if ``save_kv_cache``, and attend.
+
+        Layers of latent attention may give queries and keys in two parts.
+        """
         if asked := [name for name, value in options.items() if value is not None]:
             raise NotImplementedError(f"specattn does not serve {', '.join(asked)}")
         forward = self.forward_metadata
         assert forward is not None
         if not save_kv_cache:
-            k = v = None
+            k = k_rope = v = None
         elif self._latent:
             v = None
         count, rows = forward.num_tokens, q.shape[0]
@@ -73,9 +79,9 @@ class LayerBackend(AttentionBackend):
             out[count:].zero_()
         found = forward.attend(
             self._layer_of(layer),
-            q[:count].reshape(count, -1),
-            _rows(k, count),
-            _rows(v, count),
+            _rows(count, q, q_rope),
+            _rows(count, k, k_rope),
+            _rows(count, v),
             out=None if out is None else out[:count],
         )
         return found if out is None else out
@@ -289,6 +295,7 @@ class SpecAttnDraft(AttentionBackend):
             self._forwards.grow(step, chosen, flat=True)
 
 
-def _rows(tensor: Tensor | None, count: int) -> Tensor | None:
-    """View keys or values as ``[T, heads * size]``."""
-    return None if tensor is None else tensor.reshape(tensor.shape[0], -1)[:count]
+def _rows(count: int, *parts: Tensor | None) -> Any:
+    """View a layer's rows as ``[T, heads * size]``, those in two parts as a pair."""
+    given = [part.reshape(len(part), -1)[:count] for part in parts if part is not None]
+    return tuple(given) if len(given) > 1 else next(iter(given), None)

@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from specattn.attention import Attention, AttnConfig, KVScales, WindowPool
 from specattn.errors import UnsupportedError
-from specattn.integrations.sglang.names import ALGORITHM, NAME
+from specattn.integrations.sglang.names import ALGORITHM, EAGLE, NAME
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BACKEND_VARIABLE = "SPECATTN_SGLANG_BACKEND"
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
 PAGE_SIZES = (1, 16, 32, 64, 128)
-ALGORITHMS = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)
+ALGORITHMS = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM, EAGLE)
 
 
 def refusals(runner: Any, pools: tuple[str, ...] = POOLS) -> list[str]:

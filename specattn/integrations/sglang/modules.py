@@ -54,7 +54,12 @@ def kv_pool(runner: Any) -> KVPool:
     """Return SGLang's pool of a model; nothing is copied."""
     found = [cached(runner, layer) for layer in attention_layers(runner)]
     configs, keys, values, scales = zip(*found, strict=True)
-    return KVPool.from_external(configs, keys, values, scales=scales if scales[0] else None)
+    return KVPool.from_external(
+        configs,
+        keys,
+        None if configs[0].latent else values,
+        scales=scales if scales[0] else None,
+    )
 
 
 class SGLangModel:
@@ -133,7 +138,7 @@ class SGLangTarget(SGLangModel):
 
 
 class SGLangDraft(SGLangModel):
-    """SGLang's EAGLE-3 head as a `specattn.speculative.model.DraftModel`.
+    """SGLang's head as a `specattn.speculative.model.DraftModel`.
 
     Parameters
     ----------
@@ -148,7 +153,9 @@ class SGLangDraft(SGLangModel):
         model = runner.model
         self.hidden_size: int = runner.model_config.hidden_size
         self.vocab_size: int = model.logits_processor.vocab_size
-        self.feature_size: int = model.model.fc.in_features
+        # other heads read the last state alone
+        several = runner.spec_algorithm.is_eagle3()
+        self.feature_size: int = model.model.fc.in_features if several else self.hidden_size
         self.target_ids = target_ids
 
     def combine(self, hidden_states: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 
 #: The command-line names of the backend and of the algorithm.
 NAME, ALGORITHM = "specattn", "SPECATTN"
+#: What the algorithm becomes where the draft is an EAGLE or MTP (NEXTN) head.
+EAGLE = "SPECATTN_EAGLE"
 #: The releases that the tests run with. Those between differ in what the plug-in uses.
 OLD, NEW = (0, 5, 15), (0, 5, 23)
 

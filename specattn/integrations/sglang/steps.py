@@ -51,7 +51,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POOLS = ("MHATokenToKVPool",)
+POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+#: What the names of classes of heads have in them; other drafts are whole models.
+HEADS = ("Eagle", "MTP", "NextN")
 #: 0 leaves out steps that process logits; requests that need them are refused then.
 PROCESSED_VARIABLE = "SPECATTN_SGLANG_PROCESSED"
 MIB = 2**20
@@ -72,8 +74,9 @@ def model_refusals(target: Any, draft: Any) -> list[str]:
     ]
     if target.model_config.is_multimodal:
         found.append("target: multimodal inputs")
-    if getattr(getattr(draft.model, "model", None), "fc", None) is None:
-        found.append(f"draft: {type(draft.model).__name__} mixes no features, as EAGLE-3 heads do")
+    kind = type(draft.model).__name__
+    if not any(word in kind for word in HEADS):
+        found.append(f"draft: {kind} reads no states of the target, as EAGLE and MTP heads do")
     return found
 
 

@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 NAMES = ("sgl_kernel", "torchvision", "soundfile")
+MODULES = ("sglang.jit_kernel.dsa.cutedsl_paged_mqa_logits",)
 
 
 class _Named(type):
@@ -44,3 +45,6 @@ class _Finder:
 
 
 sys.meta_path.append(_Finder)
+# in CuTe's Python, which no CPU has
+for name in MODULES:
+    sys.modules[name] = _Stub(name)
