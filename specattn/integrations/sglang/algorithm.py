@@ -52,33 +52,25 @@ def option_refusals(server_args: Any) -> list[str]:
         value = getattr(server_args, name, served[0])
         if value not in served:
             found.append(f"{name}={value!r} is not served")
+    if _head(server_args)[0] is None:
+        found.append("speculative_draft_model_path must name an EAGLE, EAGLE-3 or MTP head")
     return found
 
 
-def _config(path: str, revision: str | None) -> dict[str, Any]:
-    """Return what a model's folder says of it."""
-    config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
-    return config
-
-
-def choose_head(server_args: Any) -> str:
-    """Name the head's folder where no option does, and return the algorithm for it.
-
-    Raises
-    ------
-    UnsupportedError
-        If the target has no layer that predicts next tokens, and no option names a head.
-    """
+def _head(server_args: Any) -> tuple[str | None, str | None]:
+    """Return the head's folder and revision: the target's where it has layers for it (MTP)."""
     args = server_args
-    if args.speculative_draft_model_path is None:
-        if not _config(args.model_path, args.revision).get("num_nextn_predict_layers"):
-            reason = "speculative_draft_model_path must name an EAGLE, EAGLE-3 or MTP head"
-            raise UnsupportedError(f"SGLang algorithm {names.ALGORITHM!r}", [reason])
-        args.speculative_draft_model_path = args.model_path
-        args.speculative_draft_model_revision = args.revision
-    path, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
-    kinds = _config(path, revision).get("architectures") or [""]
-    return names.ALGORITHM if "eagle3" in kinds[0].lower() else names.EAGLE
+    if args.speculative_draft_model_path is not None:
+        return args.speculative_draft_model_path, args.speculative_draft_model_revision
+    if _config(args.model_path, args.revision).get("num_nextn_predict_layers"):
+        return args.model_path, args.revision
+    return None, None
+
+
+def _config(path: str, revision: str | None) -> dict[str, Any]:
+    """Return the settings in a model's folder."""
+    found: dict[str, Any] = PretrainedConfig.get_config_dict(path, revision=revision)[0]
+    return found
 
 
 class SpecAttnAlgorithm(CustomSpecAlgo):
@@ -126,8 +118,12 @@ class SpecAttnAlgorithm(CustomSpecAlgo):
         if found := names.step_problems() + option_refusals(server_args):
             raise UnsupportedError(f"SGLang algorithm {names.ALGORITHM!r}", found)
         args = server_args
-        # SGLang's other processes see these options, and no more
-        args.speculative_algorithm = choose_head(args)
+        head = _head(args)
+        args.speculative_draft_model_path, args.speculative_draft_model_revision = head
+        kinds = _config(*head).get("architectures") or [""]
+        if "eagle3" not in kinds[0].lower():
+            # SGLang's other processes see these options, and no more
+            args.speculative_algorithm = names.EAGLE
         if args.speculative_num_steps is None:
             steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens = DEFAULT
             args.speculative_num_steps = steps

@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from tempfile import gettempdir
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -52,20 +53,25 @@ VARIABLES = {
 TOGETHER = [name for name in SETTINGS if name != "full"]
 
 
-@functools.cache
-def run(setting: str) -> dict:
-    """Run a setting in a process of its own."""
-    counts = {"SPECATTN_COUNTS": f"{gettempdir()}/specattn-{os.getpid()}-{setting}.counts"}
+def result(program: str, *arguments: str, **variables: str) -> Any:
+    """Run a program of these tests in a process of its own, and return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.integrations.sglang.steps_engine", setting],
+        [sys.executable, "-m", f"tests.integrations.sglang.{program}", *arguments],
         cwd=ROOT,
-        env=os.environ | VARIABLES | counts,
+        env=os.environ | VARIABLES | variables,
         capture_output=True,
         text=True,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-4000:]
     return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+@functools.cache
+def run(setting: str) -> dict:
+    """Run a setting."""
+    counts = f"{gettempdir()}/specattn-{os.getpid()}-{setting}.counts"
+    return result("steps_engine", setting, SPECATTN_COUNTS=counts)
 
 
 @functools.cache

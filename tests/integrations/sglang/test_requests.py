@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import names
 from specattn.speculative.processors import ProcessorStates, token_bitmask
+from tests.integrations.sglang.engine import PAIR
 
 pytestmark = pytest.mark.sglang
 PROCESSED = "penalties, min_p, biases, grammars and log-probabilities"
@@ -19,7 +21,11 @@ PROCESSED = "penalties, min_p, biases, grammars and log-probabilities"
 def arguments(**changed):
     """Return options that are served, and those that are changed."""
     served = {
-        "speculative_draft_model_path": "head",
+        "model_path": str(PAIR / "target"),
+        "revision": None,
+        "speculative_algorithm": "SPECATTN",
+        "speculative_draft_model_path": str(PAIR / "draft"),
+        "speculative_draft_model_revision": None,
         "speculative_num_steps": None,
         "speculative_eagle_topk": None,
         "speculative_num_draft_tokens": None,
@@ -89,6 +95,30 @@ def test_what_is_not_said_is_chosen():
     chain = arguments(speculative_num_steps=5, speculative_eagle_topk=1, max_running_requests=7)
     algorithm().handle_server_args(chain)
     assert (chain.speculative_num_draft_tokens, chain.max_running_requests) == (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    [
+        ("LlamaForCausalLMEagle3", "SPECATTN"),
+        ("LlamaForCausalLMEagle", "SPECATTN_EAGLE"),
+        ("MiMoMTP", "SPECATTN_EAGLE"),
+    ],
+)
+def test_the_head_says_whether_the_target_gives_several_states(tmp_path, kind, chosen):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [kind]}))
+    asked = arguments(speculative_draft_model_path=str(tmp_path))
+    algorithm().handle_server_args(asked)
+    assert asked.speculative_algorithm == chosen
+
+
+def test_a_target_with_mtp_layers_is_its_own_head(tmp_path):
+    settings = {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    asked = arguments(model_path=str(tmp_path), speculative_draft_model_path=None)
+    algorithm().handle_server_args(asked)
+    assert asked.speculative_draft_model_path == str(tmp_path)
+    assert asked.speculative_algorithm == "SPECATTN_EAGLE"
 
 
 def test_a_missing_name_refuses_the_algorithm_alone(monkeypatch):
