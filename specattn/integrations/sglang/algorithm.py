@@ -67,7 +67,7 @@ def _head(server_args: Any) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _config(path: str, revision: str | None) -> dict[str, Any]:
+def _config(path: str | None, revision: str | None) -> dict[str, Any]:
     """Return the settings in a model's folder."""
     found: dict[str, Any] = PretrainedConfig.get_config_dict(path, revision=revision)[0]
     return found
