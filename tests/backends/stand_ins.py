@@ -14,12 +14,12 @@ import torch
 from specattn.backends import load_backend
 
 
-def standing_in(name: str) -> type:
+def standing_in(name: str, library: str = __name__) -> type:
     """Return backend ``name`` over its stand-in, wherever the tests run."""
     plain = load_backend(name)
 
     class StandIn(plain):
-        module = __name__
+        module = library
         workspace_bytes: ClassVar[int] = 1024
 
         @classmethod

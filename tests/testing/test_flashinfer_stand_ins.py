@@ -14,6 +14,7 @@ from tests.testing.test_kit_passes import OF_PARTS
 
 LATENT = Geometry(heads=(4, 1), head_dim=576, v_head_dim=512, latent=True)
 BF16 = (torch.bfloat16,)
+HERE = fake_flashinfer.__name__
 BOUNDS = tolerances_of("flashinfer")
 
 
@@ -27,14 +28,14 @@ def _library(monkeypatch):
     monkeypatch.setattr("specattn.backends.flashinfer_plan.MIN_FLOATS", 1024)
 
 
-class InTwoPasses(standing_in("flashinfer")):
+class InTwoPasses(standing_in("flashinfer", HERE)):
     """Trees as a pass over the prefix and one over the tail, however short."""
 
     two_passes_from = 0
 
 
 test_flashinfer = backend_suite(
-    standing_in("flashinfer"),
+    standing_in("flashinfer", HERE),
     "cpu",
     dtypes=BF16,
     tolerances=BOUNDS,
@@ -44,5 +45,9 @@ test_in_two_passes = backend_suite(
     InTwoPasses, "cpu", dtypes=BF16, tolerances=BOUNDS, leave_out=OF_PARTS
 )
 test_mla = backend_suite(
-    standing_in("flashinfer_mla"), "cpu", geometry=LATENT, tolerances=BOUNDS, leave_out=OF_PARTS
+    standing_in("flashinfer_mla", HERE),
+    "cpu",
+    geometry=LATENT,
+    tolerances=BOUNDS,
+    leave_out=OF_PARTS,
 )

@@ -58,7 +58,10 @@ def option_refusals(server_args: Any) -> list[str]:
 
 
 def _head(server_args: Any) -> tuple[str | None, str | None]:
-    """Return the head's folder and revision: the target's where it has layers for it (MTP)."""
+    """Return the folder and revision of the head.
+
+    A target with MTP layers is its own.
+    """
     args = server_args
     if args.speculative_draft_model_path is not None:
         return args.speculative_draft_model_path, args.speculative_draft_model_revision
@@ -135,7 +138,7 @@ class SpecAttnAlgorithm(CustomSpecAlgo):
 
 
 class SpecAttnEagle(SpecAttnAlgorithm):
-    """The same for heads that read the target's last state: EAGLE and MTP (NEXTN)."""
+    """The same for EAGLE and MTP heads, which read the last state."""
 
     def is_eagle3(self) -> bool:
         """Say that the target gives no states of other layers."""

@@ -296,6 +296,9 @@ class SpecAttnDraft(AttentionBackend):
 
 
 def _rows(count: int, *parts: Tensor | None) -> Any:
-    """View a layer's rows as ``[T, heads * size]``, those in two parts as a pair."""
+    """View a layer's rows as ``[T, heads * size]``.
+
+    Those in two parts become a pair.
+    """
     given = [part.reshape(len(part), -1)[:count] for part in parts if part is not None]
     return tuple(given) if len(given) > 1 else next(iter(given), None)

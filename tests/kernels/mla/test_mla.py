@@ -254,6 +254,8 @@ def test_bad_geometry_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="latent attention has no window_left"):
             make_kernel(case, **option)
-    case = make_extend_case([(5, 6)], **form(4, 64, 16) | {"heads": (4, 2)})
+    case = make_extend_case([(5, 6)], **form(4, 64, 16))
+    keys, values = (cache.expand(-1, 2, -1) for cache in (case.k_cache, case.v_cache))
+    case = replace(case, k_cache=keys, v_cache=values)
     with pytest.raises(ValueError, match="k_cache must have one head, got 2"):
         run_extend(case)
