@@ -36,9 +36,6 @@ nothing else than what is installed there.
 REASONS = {
     "tests.cli.test_commands::test_version_help_and_unknown_commands": "it expected the version "
     "that torch tells of itself, with its CUDA, and not the installed package's; mended since",
-    "tests/regressions/test_r69_positions_past_the_drafts_own.py::"
-    "test_a_rope_that_looks_at_the_batch_is_refused": "transformers reads positions of such ropes "
-    "on the host, which no graph records; the test captured one, and runs without since",
 }
 COLUMNS = ("torch", "triton", "numpy", "transformers", "sglang")
 TRITON = """
