@@ -114,7 +114,7 @@ class SpeculativeConfigs:
             If the policy returns a config that it was not given.
         """
         fitting = self._fitting(max(rooms, default=0))
-        if not self.adaptive or not fitting:
+        if not fitting:
             return self.current
         batch = len(rooms)
         observed = Observed(batch, self._bucket(batch), self.current, fitting, self.acceptance)

@@ -168,7 +168,7 @@ class Scheduler:
         """
         groups: Groups = {}
         rooms = [self.table.max_context_len - one.length for one in self.running]
-        chosen = self.configs.choose(rooms)
+        chosen = self._choose(rooms)
         for one, room in zip(self.running, rooms, strict=True):
             groups.setdefault(self.configs.fit(chosen, room), []).append(one)
         scheduled: Groups = {}
@@ -198,7 +198,7 @@ class Scheduler:
             return {}
         gain = config.num_steps + 1
         rooms = [self.table.max_context_len - gain - one.length for one in going]
-        following = self.configs.choose(rooms)
+        following = self._choose(rooms)
         if following.reserve_len > min(rooms):
             return {}
         try:
@@ -206,6 +206,11 @@ class Scheduler:
         except CapacityError:  # what this step does not gain may be enough
             return {}
         return {following: going}
+
+    def _choose(self, rooms: Sequence[int]) -> SpecConfig:
+        """Return the next step's config, asking the policy if there are several."""
+        configs = self.configs
+        return configs.choose(rooms) if configs.adaptive else configs.current
 
     def _reserve(self, config: SpecConfig, group: Sequence[RunningRequest], in_flight: int) -> None:
         """Reserve a step's slots; ``in_flight`` more tokens may come before."""
