@@ -92,7 +92,8 @@ class Launch:
     @property
     def size(self) -> int:
         """Grows with the constants that blocks are of."""
-        return math.prod(max(1, one) for one in self.constants.values() if isinstance(one, int))
+        sizes = (one for one in _leaves(*self.constants.values()) if isinstance(one, int))
+        return math.prod(max(1, one) for one in sizes)
 
     def compile(self) -> Any:
         return self.kernel.run(grid=(1,), warmup=True, **self.arguments)

@@ -124,11 +124,11 @@ def mla_extend(
         *row_strides(out),
         *row_strides(lse),
         SLOT=k_cache.stride(0),
+        WIDTHS=latent_widths(head_dim, out.shape[2]),
         HEADS=heads,
         BM=tile.block_m,
         BN=tile.block_n,
         STAGES=tile.stages,
-        **latent_widths(head_dim, out.shape[2]),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

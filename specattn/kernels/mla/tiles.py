@@ -57,12 +57,7 @@ def mla_extend_tile_config(dtype: torch.dtype, limits: DeviceLimits = HOPPER) ->
     return fit_tile(tile, ROW * dtype.itemsize, ROW * dtype.itemsize, limits)
 
 
-def latent_widths(head_dim: int, v_head_dim: int) -> dict[str, int]:
-    """Return the widths of a row's two parts, as the kernels' constants."""
+def latent_widths(head_dim: int, v_head_dim: int) -> tuple[int, int, int, int]:
+    """Return a row's latent and rotated widths, RANK and ROPE, then both padded."""
     rope = head_dim - v_head_dim
-    return {
-        "RANK": v_head_dim,
-        "ROPE": rope,
-        "RANK_PAD": padded(v_head_dim),
-        "ROPE_PAD": padded(rope),
-    }
+    return v_head_dim, rope, padded(v_head_dim), padded(rope)

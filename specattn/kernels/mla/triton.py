@@ -35,9 +35,13 @@ class LatentKernels(TreeKernels):
             "STAGES": tile.stages,
             **self.launch_options,
         }
-        widths = latent_widths(bucket.head_dim, bucket.v_head_dim)
-        blocks = {"BM": tile.block_m, "BN": tile.block_n, "SHORT": tile.short}
-        self._constants = sizes | blocks | widths | tile_options(tile)
+        own = {
+            "WIDTHS": latent_widths(bucket.head_dim, bucket.v_head_dim),
+            "BM": tile.block_m,
+            "BN": tile.block_n,
+            "SHORT": tile.short,
+        }
+        self._constants = sizes | own | tile_options(tile)
         if isinstance(tile, GluonTile):
             registers = {
                 "PRODUCER_REGS": tile.producer_regs,

@@ -17,8 +17,7 @@ def _load_slots(table_row, pos, last):
 
 @triton.jit
 def _tiles(
-    q_latent,
-    q_rotated,
+    query,  # of `load_latent_query`
     acc,
     top,
     total,
@@ -31,10 +30,7 @@ def _tiles(
     cache,
     base2,
     SLOT: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    RANK_PAD: tl.constexpr,
-    ROPE_PAD: tl.constexpr,
+    WIDTHS: tl.constexpr,  # see `latent_widths`
     MASK: tl.constexpr,
     BN: tl.constexpr,
     STAGES: tl.constexpr,
@@ -48,20 +44,7 @@ def _tiles(
         if MASK:
             visible = pos_q[:, None] >= (start + r)[None, :]  # [BM, BN]
         acc, top, total = attend_latent_tile(
-            q_latent,
-            q_rotated,
-            acc,
-            top,
-            total,
-            slots,
-            visible,
-            cache,
-            base2,
-            SLOT,
-            RANK,
-            ROPE,
-            RANK_PAD,
-            ROPE_PAD,
+            query, acc, top, total, slots, visible, cache, base2, SLOT, WIDTHS
         )
     return acc, top, total
 
@@ -86,15 +69,14 @@ def mla_extend_kernel(
     stride_lse_head,
     SLOT: tl.constexpr,
     HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    RANK_PAD: tl.constexpr,
-    ROPE_PAD: tl.constexpr,
+    WIDTHS: tl.constexpr,  # see `latent_widths`
     BM: tl.constexpr,
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Attend packed (token, head) rows: one CTA per (tile, request)."""
+    RANK: tl.constexpr = WIDTHS[0]
+    RANK_PAD: tl.constexpr = WIDTHS[2]
     req = tl.program_id(1)
     q_begin = tl.load(qo_indptr + req)
     q_len = tl.load(qo_indptr + req + 1) - q_begin
@@ -107,9 +89,7 @@ def mla_extend_kernel(
         head = packed % HEADS
         row_ok = packed < q_len * HEADS
         q_row = (q_begin + token).to(tl.int64)
-        q_latent, q_rotated = load_latent_query(
-            q + q_row * stride_q + head * stride_q_head, row_ok, RANK, ROPE, RANK_PAD, ROPE_PAD
-        )
+        query = load_latent_query(q + q_row * stride_q + head * stride_q_head, row_ok, WIDTHS)
         pos_q = prefix + tl.minimum(token, q_len - 1)
         last_pos = prefix + tl.minimum((m_tile * BM + BM - 1) // HEADS, q_len - 1)
         table_row = req_to_token + tl.load(req_pool_indices + req).to(tl.int64) * stride_table
@@ -124,8 +104,7 @@ def mla_extend_kernel(
         acc = tl.zeros([BM, RANK_PAD], tl.float32)
         for part in tl.static_range(2):
             acc, top, total = _tiles(
-                q_latent,
-                q_rotated,
+                query,
                 acc,
                 top,
                 total,
@@ -138,10 +117,7 @@ def mla_extend_kernel(
                 cache,
                 base2,
                 SLOT,
-                RANK,
-                ROPE,
-                RANK_PAD,
-                ROPE_PAD,
+                WIDTHS,
                 part == 1,
                 BN,
                 STAGES,

@@ -14,17 +14,11 @@ from specattn.kernels.attention.triton_tile import MASKED, load_query
 
 
 @triton.jit
-def load_latent_query(
-    rows,
-    row_ok,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    RANK_PAD: tl.constexpr,
-    ROPE_PAD: tl.constexpr,
-):
+def load_latent_query(rows, row_ok, WIDTHS: tl.constexpr):
     """Load query rows as latent ``[BM, RANK_PAD]`` and rotated ``[BM, ROPE_PAD]``."""
-    latent = load_query(rows, row_ok, RANK, RANK_PAD)
-    rotated = load_query(rows + RANK, row_ok, ROPE, ROPE_PAD)
+    RANK: tl.constexpr = WIDTHS[0]
+    latent = load_query(rows, row_ok, RANK, WIDTHS[2])
+    rotated = load_query(rows + RANK, row_ok, WIDTHS[1], WIDTHS[3])
     return latent, rotated
 
 
@@ -39,8 +33,7 @@ def _load_columns(rows, WIDTH: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def attend_latent_tile(
-    q_latent,  # [BM, RANK_PAD]
-    q_rotated,  # [BM, ROPE_PAD]
+    query,  # of `load_latent_query`
     acc,  # [BM, RANK_PAD] float32, running sum of weighted values
     top,  # [BM] float32, running maximum of the logits
     total,  # [BM] float32, running sum of the weights
@@ -49,15 +42,14 @@ def attend_latent_tile(
     cache,  # [slots, RANK + ROPE]
     base2,  # sm_scale * log2(e)
     SLOT: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    RANK_PAD: tl.constexpr,
-    ROPE_PAD: tl.constexpr,
+    WIDTHS: tl.constexpr,  # see `latent_widths`
 ):
     """Fold one tile of latent rows into ``acc, top, total``; see `attend_tile`."""
+    q_latent, q_rotated = query
+    RANK: tl.constexpr = WIDTHS[0]
     rows = cache + slots.to(tl.int64) * SLOT  # [BN]
-    latent = _load_columns(rows, RANK, RANK_PAD)  # [BN, RANK_PAD]
-    rotated = _load_columns(rows + RANK, ROPE, ROPE_PAD)  # [BN, ROPE_PAD]
+    latent = _load_columns(rows, RANK, WIDTHS[2])  # [BN, RANK_PAD]
+    rotated = _load_columns(rows + RANK, WIDTHS[1], WIDTHS[3])  # [BN, ROPE_PAD]
     s = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")  # [BM, BN]
     s = tl.dot(q_rotated, tl.trans(rotated), s, input_precision="ieee")
     if visible is not None:

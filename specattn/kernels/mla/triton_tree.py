@@ -24,18 +24,13 @@ from specattn.kernels.mla.triton_tile import attend_latent_tile, load_latent_que
 
 @triton.jit
 def _masked_tiles(
-    q_latent,
-    q_rotated,
+    query,  # of `load_latent_query`
     acc,
     top,
     total,
     begin,
     end,  # first key of the first tile; end of the keys
-    # of the first tile
-    raw_index,  # [BN] int32, index entries
-    raw_tail,  # [BN] int32, tail slots
-    word0,  # [BM] uint64, tail bits
-    word1,  # [BM] uint64
+    ahead,  # of the first tile: [BN] int32 index entries and tail slots, [BM] uint64 bits, twice
     index_row,  # the request's index entries
     tail_row,  # its tail slots
     word_row,  # [BM], its rows' words
@@ -44,10 +39,7 @@ def _masked_tiles(
     cache,
     base2,
     SLOT: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    RANK_PAD: tl.constexpr,
-    ROPE_PAD: tl.constexpr,
+    WIDTHS: tl.constexpr,  # see `latent_widths`
     TAIL: tl.constexpr,
     WORDS: tl.constexpr,
     BN: tl.constexpr,
@@ -57,6 +49,7 @@ def _masked_tiles(
 
     What the next tile needs is loaded as in `attention.triton_tree._masked_tiles`.
     """
+    raw_index, raw_tail, word0, word1 = ahead
     r = tl.arange(0, BN)  # [BN]
     for start in tl.range(begin, end, BN, num_stages=STAGES):
         pos = start + r
@@ -70,20 +63,7 @@ def _masked_tiles(
             word0 = load_word(word_row, row_ok, first + BN, 0, WORDS)
             word1 = load_word(word_row, row_ok, first + BN, 1, WORDS)
         acc, top, total = attend_latent_tile(
-            q_latent,
-            q_rotated,
-            acc,
-            top,
-            total,
-            slots,
-            visible,
-            cache,
-            base2,
-            SLOT,
-            RANK,
-            ROPE,
-            RANK_PAD,
-            ROPE_PAD,
+            query, acc, top, total, slots, visible, cache, base2, SLOT, WIDTHS
         )
     return acc, top, total
 
@@ -117,10 +97,7 @@ def mla_attention_kernel(
     TAIL: tl.constexpr,
     WORDS: tl.constexpr,
     HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    RANK_PAD: tl.constexpr,
-    ROPE_PAD: tl.constexpr,
+    WIDTHS: tl.constexpr,  # see `latent_widths`
     BM: tl.constexpr,
     BN: tl.constexpr,
     MT: tl.constexpr,
@@ -129,6 +106,8 @@ def mla_attention_kernel(
     PDL: tl.constexpr,
 ):
     """One CTA per (split, M tile) walks the segments of its split."""
+    RANK: tl.constexpr = WIDTHS[0]
+    RANK_PAD: tl.constexpr = WIDTHS[2]
     pid = tl.program_id(0)
     m_tile = pid % MT
     split = pid // MT
@@ -156,16 +135,16 @@ def mla_attention_kernel(
         full_end = tl.where(full_end - begin <= SHORT * BN, begin, full_end)
 
         q_row = (req * Q_LEN + token).to(tl.int64)  # [BM]
-        q_latent, q_rotated = load_latent_query(
-            q + q_row * stride_q + head * stride_q_head, row_ok, RANK, ROPE, RANK_PAD, ROPE_PAD
-        )
+        query = load_latent_query(q + q_row * stride_q + head * stride_q_head, row_ok, WIDTHS)
         tail_row = tail_slots + req.to(tl.int64) * stride_tail
         word_row = tail_words + req.to(tl.int64) * stride_words + token * stride_words_q  # [BM]
         # what both loops read first, before either starts: the latencies overlap
-        raw_index = _load_index(index_row, full_end + r, 0, prefix_len)
-        raw_tail = _load_tail(tail_row, full_end + r, prefix_len, TAIL, 1)
-        word0 = load_word(word_row, row_ok, full_end - prefix_len, 0, WORDS)
-        word1 = load_word(word_row, row_ok, full_end - prefix_len, 1, WORDS)
+        ahead = (
+            _load_index(index_row, full_end + r, 0, prefix_len),
+            _load_tail(tail_row, full_end + r, prefix_len, TAIL, 1),
+            load_word(word_row, row_ok, full_end - prefix_len, 0, WORDS),
+            load_word(word_row, row_ok, full_end - prefix_len, 1, WORDS),
+        )
         raw_full = _load_index(index_row, begin + r, 0, prefix_len)
         top = tl.full([BM], FLOOR, tl.float32)
         total = tl.zeros([BM], tl.float32)
@@ -174,33 +153,16 @@ def mla_attention_kernel(
             slots = raw_full
             raw_full = _load_index(index_row, start + BN + r, 0, prefix_len)
             acc, top, total = attend_latent_tile(
-                q_latent,
-                q_rotated,
-                acc,
-                top,
-                total,
-                slots,
-                None,
-                cache,
-                base2,
-                SLOT,
-                RANK,
-                ROPE,
-                RANK_PAD,
-                ROPE_PAD,
+                query, acc, top, total, slots, None, cache, base2, SLOT, WIDTHS
             )
         acc, top, total = _masked_tiles(
-            q_latent,
-            q_rotated,
+            query,
             acc,
             top,
             total,
             full_end,
             end,
-            raw_index,
-            raw_tail,
-            word0,
-            word1,
+            ahead,
             index_row,
             tail_row,
             word_row,
@@ -209,10 +171,7 @@ def mla_attention_kernel(
             cache,
             base2,
             SLOT,
-            RANK,
-            ROPE,
-            RANK_PAD,
-            ROPE_PAD,
+            WIDTHS,
             TAIL,
             WORDS,
             BN,
