@@ -1,4 +1,4 @@
-"""Which backends ``auto`` takes, made from result files: ``specattn/backends/fastest.json``."""
+"""What ``auto`` takes and says, made from result files: ``specattn/backends/fastest.json``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .results import text
 from .tables import table, times, versions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from .results import Found, PartFound
@@ -29,25 +29,90 @@ NAMES = ("backend", "forwards", "dtype", "head_dim", "latent_heads", "page_size"
 
 
 def write(parts: Iterable[PartFound], record: Path) -> Path:
-    """Write the choices of the devices at hand; those of others stay."""
+    """Write the tables of the devices at hand; those of others stay."""
     found = json.loads(record.read_text()) if record.exists() else {}
     record.write_text(text(found | choices(parts)) + "\n")
     return record
 
 
-def choices(parts: Iterable[PartFound]) -> dict[str, list[dict[str, Any]]]:
-    """Return the choices by compute capability, as `fastest.recorded` reads them."""
-    cells: dict[str, dict[Key, list[tuple[int, float, str]]]] = {}
+def choices(parts: Iterable[PartFound]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Return what `fastest` reads by compute capability: ``auto``'s choices, and ``float8``."""
+    return {
+        capability: {"auto": faster(found), "float8": stored(found)}
+        for capability, found in by_capability(parts).items()
+    }
+
+
+def by_capability(parts: Iterable[PartFound]) -> dict[str, list[PartFound]]:
+    """Return parts by the compute capability they were measured on."""
+    found: dict[str, list[PartFound]] = {}
     for part in parts:
         if capability := part.machine.get("capability"):
-            of_device = cells.setdefault(capability, {})
-            said = f"{versions(part.machine)}, {part.machine['date']}"
-            for key, batch, gain in measured(part.cells):
-                of_device.setdefault(key, []).append((batch, gain, said))
-    return {
-        capability: [choice for key, points in found.items() for choice in chosen(key, points)]
-        for capability, found in cells.items()
-    }
+            found.setdefault(capability, []).append(part)
+    return found
+
+
+def faster(parts: Iterable[PartFound]) -> list[dict[str, Any]]:
+    """Return the choices of parts, as `fastest.Choice` has them."""
+    cells: dict[Key, list[tuple[int, float, str]]] = {}
+    for part in parts:
+        for key, batch, gain in measured(part.cells):
+            cells.setdefault(key, []).append((batch, gain, said(part)))
+    return [choice for key, points in cells.items() for choice in chosen(key, points)]
+
+
+def stored(parts: Iterable[PartFound]) -> list[dict[str, Any]]:
+    """Return a line per head size, as `fastest.Float8Gain` has it."""
+    found: dict[int, dict[str, Any]] = {}
+    for (head_dim, q_len, gains), points in in_float8(parts).items():
+        tokens, ratios, cards = zip(*points, strict=True)
+        empty = {"head_dim": head_dim, "slower": [], "faster": [], "measured": {}}
+        line = found.setdefault(head_dim, empty)
+        line["faster" if gains else "slower"].append(
+            f"{q_len} over {span(tokens, '{:,}')} ({span(ratios)})"
+        )
+        line["measured"] |= dict.fromkeys(cards)
+    return [line | {"measured": "; ".join(line["measured"])} for line in found.values()]
+
+
+def in_float8(
+    parts: Iterable[PartFound],
+) -> dict[tuple[int, int, bool], list[tuple[int, float, str]]]:
+    """Return tokens of the batch, gain over bfloat16 and card of cells that were timed in both.
+
+    They are sorted by head size, query tokens of a request, and whether they gain.
+    """
+    found: dict[tuple[int, int, bool], list[tuple[int, float, str]]] = {}
+    for part in parts:
+        for cell in part.cells:
+            wide, case = cell.variants.get("bfloat16"), cell.case
+            if cell.own and wide:
+                gain = wide.us / cell.own.us
+                key = (case["head_dim"], case["q_len"], gain > 1)
+                found.setdefault(key, []).append((case["tokens"], gain, said(part)))
+    return dict(sorted(found.items()))
+
+
+def span(values: Sequence[float], form: str = "{:.2f}x") -> str:
+    """Return the smallest and the largest, or what both are."""
+    return " to ".join(dict.fromkeys(form.format(one) for one in (min(values), max(values))))
+
+
+def said(part: PartFound) -> str:
+    """Return card, versions and date."""
+    return f"{versions(part.machine)}, {part.machine['date']}"
+
+
+def shown_float8(parts: Iterable[PartFound]) -> str:
+    """Return what float8 gains as a table."""
+    rows = []
+    for capability, of_device in by_capability(parts).items():
+        for (head_dim, q_len, _), points in in_float8(of_device).items():
+            tokens, ratios, _ = zip(*points, strict=True)
+            numbers = span(tokens, "{:,}"), f"**{span(ratios)}**", len(points)
+            rows.append([capability, *map(str, (head_dim, q_len, *numbers))])
+    head = ["capability", "heads of", "query tokens a request", "cached tokens, all requests"]
+    return table([*head, "speed over bfloat16", "cells"], rows)
 
 
 def shown(parts: Iterable[PartFound]) -> str:
@@ -65,8 +130,8 @@ def shown(parts: Iterable[PartFound]) -> str:
             *(times(one[name]) for name in ("gain", "least")),
             str(one["cells"]),
         ]
-        for capability, found in choices(parts).items()
-        for one in found
+        for capability, found in by_capability(parts).items()
+        for one in faster(found)
     ]
     head = [
         "capability",

@@ -1,7 +1,7 @@
 """The tables of documentation pages, made from result files.
 
 A page says where with ``<!-- results: NAME -->`` and ``<!-- end -->``; what stands between them is
-replaced. Names are ``summary``, ``machines``, ``auto``, ``steps``, ``dflash``,
+replaced. Names are ``summary``, ``machines``, ``auto``, ``float8-gains``, ``steps``, ``dflash``,
 ``acceptance``, ``host``, and those of `SHOWN`. Cells that are not shown are in the
 result files.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PAGE = "performance.md"
 #: Every page with marked places.
-PAGES = (PAGE, "proposers.md", "pair.md", "backends.md")
+PAGES = (PAGE, "proposers.md", "pair.md", "backends.md", "quantised_kv.md")
 #: Of a part, what the page shows: the table, and which cells it has.
 SHOWN: dict[str, tuple[Callable[[list[Found]], str], str]] = {
     "trees": (
@@ -118,7 +118,7 @@ def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     cells = [cell for part in parts for cell in part.cells]
     ratios = [*summary.attention(cells), *steps.ratios(results)]
     found["summary"], found["machines"] = summary.table(ratios), tables.machines(parts)
-    found["auto"] = choices.shown(parts)
+    found["auto"], found["float8-gains"] = choices.shown(parts), choices.shown_float8(parts)
     for part in parts:
         if part.name in SHOWN:
             table, names = SHOWN[part.name]

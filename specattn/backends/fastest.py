@@ -2,7 +2,7 @@
 
 ``fastest.json`` beside this module is a record of ``specattn bench``, by compute capability. What
 ``auto`` takes follows from it, from what is installed and from the layers alone: nothing is timed,
-so that all ranks choose alike.
+so that all ranks choose alike. The record says, too, where float8 keys and values are slower.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from specattn.backends import load_backend
 from specattn.backends.base import AttentionBackend, CompositeBackend, reasons_of
 from specattn.batch import Phase
+from specattn.config import FLOAT8
 from specattn.errors import UnsupportedError
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
@@ -78,9 +79,8 @@ class Choice:
 
     def covers(self, config: AttnConfig) -> bool:
         """Whether such layers were measured: without windows, caps, sinks, float8."""
-        plain = config.window_left < 0 and not config.logit_cap and not config.sinks
         return (
-            plain
+            _plain(config)
             and config.kv_dtype is None
             and config.dtype == getattr(torch, self.dtype)
             and config.head_dim == self.head_dim
@@ -120,14 +120,69 @@ class Choice:
         return f"{self.backend} for {self.what} ({self.why})"
 
 
-def recorded(device: torch.device) -> tuple[Choice, ...]:
-    """Return the record of a device's compute capability; none for CPUs."""
+@dataclass(frozen=True)
+class Float8Gain:
+    """A line of the record: the speed of float8 keys and values.
+
+    Parameters
+    ----------
+    head_dim : int
+        As in `AttnConfig`.
+    slower, faster : list of str
+        What was measured: query tokens of a request, cached tokens of the batch, and the time over
+        bfloat16 divided by that over float8.
+    measured : str
+        Card, versions and date.
+    """
+
+    head_dim: int
+    slower: list[str]
+    faster: list[str]
+    measured: str
+
+    def covers(self, config: AttnConfig) -> bool:
+        """Whether such layers were measured: stored in float8, and with nothing else."""
+        stored = config.kv_dtype == FLOAT8 and config.dtype == torch.bfloat16
+        plain = _plain(config) and not config.deterministic
+        return stored and plain and config.head_dim == self.head_dim
+
+    @property
+    def told(self) -> str:
+        """The line, in words."""
+        slower, faster = (", ".join(some) or "none" for some in (self.slower, self.faster))
+        what = f"float8 keys and values against bfloat16, heads of {self.head_dim}"
+        return (
+            f"{what}, by query tokens of a request over cached tokens of the batch: "
+            f"slower {slower}; faster {faster}; {self.measured}"
+        )
+
+
+def _plain(config: AttnConfig) -> bool:
+    return config.window_left < 0 and not config.logit_cap and not config.sinks
+
+
+def _lines(table: str, device: torch.device) -> list[dict[str, Any]]:
+    """Return a table of a device's record; nothing for CPUs."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return ()
+        return []
     major, minor = torch.cuda.get_device_capability(device)
-    return tuple(
-        Choice(**one) for one in json.loads(RECORD.read_text()).get(f"{major}.{minor}", ())
-    )
+    found: dict[str, list[dict[str, Any]]]
+    found = json.loads(RECORD.read_text()).get(f"{major}.{minor}", {})
+    return found.get(table, [])
+
+
+def recorded(device: torch.device) -> tuple[Choice, ...]:
+    """Return the choices on record for a device."""
+    return tuple(Choice(**one) for one in _lines("auto", device))
+
+
+def float8_gains(configs: Sequence[AttnConfig] | None, device: torch.device) -> list[str]:
+    """Say how fast float8 keys and values were measured to be.
+
+    A line per head size: with ``configs=None`` all on record, else those of layers stored so.
+    """
+    lines = [Float8Gain(**one) for one in _lines("float8", device)]
+    return [one.told for one in lines if configs is None or any(map(one.covers, configs))]
 
 
 def made(choice: Choice, config: AttnConfig, device: torch.device) -> PagedBackend:
@@ -172,11 +227,13 @@ def faster(
 ) -> BackendFactory:
     """Return ``base`` with the recorded backends that serve some layer.
 
-    What is chosen is logged, and what stands in the way of others.
+    What is chosen is logged, what stands in the way of others, and where float8 is slower.
     """
     found = considered(configs, device)
     for choice, reasons in found.items():
         log.info("backend auto: %s", choice.told(reasons))
+    for line in float8_gains(configs, device):
+        log.info("backend auto: %s", line)
     chosen = tuple(choice for choice, reasons in found.items() if not reasons)
     return FastestBackend(base, chosen) if chosen else base
 

@@ -50,11 +50,12 @@ def backends(
 def _auto(device: torch.device) -> dict[str, Any]:
     """Return the row of ``auto``, with a line for everything that it takes or does not."""
     from specattn.backends import AUTO
-    from specattn.backends.fastest import considered
+    from specattn.backends.fastest import considered, float8_gains
 
     rows = {name: row for name in AUTO[device.type] if (row := _row(name, device))["available"]}
     lines = [f"{name} where none before it serves: {AUTO[device.type][name]}" for name in rows]
     lines += [choice.told(reasons) for choice, reasons in considered(None, device).items()]
+    lines += float8_gains(None, device)
     return {**next(iter(rows.values())), "backend": "auto", "takes": lines}
 
 

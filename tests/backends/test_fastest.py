@@ -15,7 +15,7 @@ from specattn.attention import Attention
 from specattn.attention.layers import LayeredBackend
 from specattn.backends import choose_backend, fastest, load_backend
 from specattn.backends.base import CompositeBackend, attending
-from specattn.backends.fastest import Choice, FastestBackend
+from specattn.backends.fastest import Choice, FastestBackend, Float8Gain
 from specattn.backends.flash_attn import Fa3Backend
 from specattn.backends.flashmla import FlashMlaBackend
 from specattn.backends.paged import PagedBackend
@@ -64,7 +64,7 @@ def record(monkeypatch, tmp_path):
 
     def write(*choices: Choice, capability: str = "9.0") -> None:
         path = tmp_path / "fastest.json"
-        path.write_text(json.dumps({capability: [vars(choice) for choice in choices]}))
+        path.write_text(json.dumps({capability: {"auto": [vars(choice) for choice in choices]}}))
         monkeypatch.setattr(fastest, "RECORD", path)
 
     return write
@@ -99,7 +99,7 @@ def test_what_is_on_record_can_be_taken():
     """Every line names a backend that says which plans it refuses, and gains in every cell."""
     found = json.loads(fastest.RECORD.read_text())
     assert "9.0" in found
-    for choice in (Choice(**one) for lines in found.values() for one in lines):
+    for choice in (Choice(**one) for tables in found.values() for one in tables["auto"]):
         assert callable(load_backend(choice.backend).refusals)
         assert choice.forwards in (fastest.PROMPTS, fastest.DECODE, fastest.CHAINS)
         assert choice.gain >= choice.least > 1
@@ -168,6 +168,58 @@ def test_the_choice_is_logged_with_its_figures(hopper, record, caplog):
     )
 
 
+STORED = replace(HEADS, kv_dtype=FLOAT8)
+
+
+def test_a_float8_pool_is_told_where_it_is_slower(hopper, caplog):
+    """In one line, with the figures of the record; the layers of a model share it."""
+    found = json.loads(fastest.RECORD.read_text())["9.0"]["float8"]
+    (line,) = (Float8Gain(**one) for one in found if one["head_dim"] == 128)
+    assert line.slower
+    assert line.faster
+    caplog.set_level(logging.INFO, "specattn.backends")
+    choose_backend("auto", [STORED, replace(STORED, num_qo_heads=16)], CUDA)
+    (told,) = (message for message in caplog.messages if "float8" in message)
+    assert told.startswith("backend auto: float8 keys and values against bfloat16, heads of 128, ")
+    assert f"slower {', '.join(line.slower)}; faster {', '.join(line.faster)}; " in told
+    assert told.endswith(line.measured)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        HEADS,
+        replace(STORED, dtype=torch.float16),
+        replace(STORED, head_dim=96, v_head_dim=96),
+        replace(STORED, window_left=127),
+        replace(STORED, logit_cap=30.0),
+        replace(STORED, sinks=True),
+        replace(STORED, deterministic=True),
+    ],
+    ids=str,
+)
+def test_nothing_is_told_of_what_was_not_measured_in_float8(config, hopper):
+    assert not fastest.float8_gains([config], CUDA)
+    assert fastest.float8_gains([config, STORED], CUDA)
+
+
+def test_another_device_has_no_figures_of_float8(hopper, record, monkeypatch):
+    assert not fastest.float8_gains([STORED], CPU)
+    record(PROMPTS)
+    assert not fastest.float8_gains([STORED], CUDA)
+
+
+def test_an_engine_over_a_float8_pool_is_told(hopper, monkeypatch):
+    """Its layers say how they are stored."""
+    asked = []
+    monkeypatch.setattr(
+        fastest, "float8_gains", lambda configs, device: asked.extend(configs) or []
+    )
+    config = SpecConfig.plain(SpecConfig(max_context_len=64, max_num_reqs=1))
+    Engine(TinyTarget(), None, config, kv_dtype=FLOAT8, graphs=False)
+    assert {one.kv_dtype for one in asked} == {FLOAT8}
+
+
 def test_ranks_choose_alike(hopper, monkeypatch):
     """Nothing is timed, and nothing but the record, the machine and the layers is asked."""
     for clock in ("time.perf_counter", "time.monotonic", "torch.cuda.Event"):
@@ -183,6 +235,7 @@ def test_the_command_says_what_is_taken_and_why(hopper, monkeypatch):
     assert [line.split()[0] for line in took["cpu"]] == ["torch_native"]
     assert took["cuda"][0].startswith("triton where none before it serves: one captured kernel")
     assert any(re.match(r"fa3 for prompts: heads of 128 .* times as fast", x) for x in took["cuda"])
+    assert took["cuda"][-1:] == fastest.float8_gains(None, CUDA)[-1:] != []
     monkeypatch.setattr("specattn.backends.paged.installed", lambda name: False)
     shown = CliRunner().invoke(app, ["backends"]).stdout
     assert "auto on cuda" in shown

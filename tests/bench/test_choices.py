@@ -15,7 +15,7 @@ from bench.suite.peers import own
 from bench.suite.results import Found, Line, PartFound, read
 from bench.suite.run import describe
 from specattn.backends import fastest
-from specattn.backends.fastest import Choice
+from specattn.backends.fastest import Choice, Float8Gain
 from tests.bench.test_report import RESULTS
 
 MACHINE = {"device": "a card", "capability": "9.0", "torch": "2", "date": "today"}
@@ -32,7 +32,14 @@ def found(name: str, gain: float, peer: str = "FA3", **more) -> Found:
 def of(*cells: Found, machine=MACHINE) -> list[Choice]:
     """The choices of a capability, as the library reads them."""
     made = choices.choices([PartFound("part", machine, list(cells))])
-    return [Choice(**one) for one in made.get("9.0", [])]
+    return [Choice(**one) for one in made["9.0"]["auto"]]
+
+
+def in_float8(name: str, gain: float, **more) -> Found:
+    """A cell in which bfloat16 takes so many times as long as float8."""
+    case = describe(cases.float8(cases.make(name, **more)))
+    lines = [Line(who, case, us, 1.0, 1.0, 1.0) for who, us in (("float8", 1.0), ("wide", gain))]
+    return Found("part", name, case, lines[0], {"bfloat16": lines[1]})
 
 
 def test_the_record_is_what_the_results_say():
@@ -108,14 +115,40 @@ def test_forwards_heads_pages_and_dtypes_are_apart():
     assert len(made) == len({replace(one, gain=0.0) for one in made}) == 7
 
 
+def test_float8_loses_here_and_gains_there():
+    """A line per head size; cells that gain are apart from those that lose, also of one q_len."""
+    part = PartFound(
+        "part",
+        MACHINE,
+        [
+            in_float8("1 x 4k tree 4-3-8", 0.875),
+            in_float8("8 x 8k tree 4-3-8", 1.25),
+            in_float8("1 x 128k chain 8", 1.5),
+            in_float8("32 x 4k decode", 1.0),
+            in_float8("8 x 8k prompt 512", 0.75, head_dim=64),
+            found("8 x 8k decode", 2.0),
+        ],
+    )
+    lines = choices.choices([part])["9.0"]["float8"]
+    small, large = (Float8Gain(**one) for one in lines)
+    assert (small.head_dim, small.slower, small.faster) == (64, ["512 over 65,536 (0.75x)"], [])
+    assert (large.head_dim, large.measured) == (128, "a card: torch 2, today")
+    assert large.slower == ["1 over 131,072 (1.00x)", "8 over 4,096 (0.88x)"]
+    assert large.faster == ["8 over 65,536 to 131,072 (1.25x to 1.50x)"]
+    assert "slower 512 over 65,536 (0.75x); faster none; a card" in small.told
+    table = choices.shown_float8([part])
+    assert "| 9.0 | 128 | 8 | 65,536 to 131,072 | **1.25x to 1.50x** | 2 |" in table
+    assert table.count("\n") == 1 + 4
+
+
 def test_another_devices_choices_stay(tmp_path):
     record = tmp_path / "fastest.json"
-    record.write_text('{"8.0": [], "9.0": [1]}')
+    record.write_text('{"8.0": {}, "9.0": {"auto": [1]}}')
     part = PartFound("part", MACHINE, [found("8 x 8k prompt 512", 1.2)])
     assert choices.write([part], record) == record
     written = json.loads(record.read_text())
-    assert written["8.0"] == []
-    assert Choice(**written["9.0"][0]).backend == "fa3"
+    assert written["8.0"] == {}
+    assert Choice(**written["9.0"]["auto"][0]).backend == "fa3"
     choices.write([replace(part, machine={"device": "unknown"})], record)
     assert json.loads(record.read_text()) == written
 
