@@ -58,6 +58,6 @@ def mla_extend_tile_config(dtype: torch.dtype, limits: DeviceLimits = HOPPER) ->
 
 
 def latent_widths(head_dim: int, v_head_dim: int) -> tuple[int, int, int, int]:
-    """Return a row's latent and rotated widths, RANK and ROPE, then both padded."""
+    """Return the widths of a row: RANK, ROPE, RANK_PAD, ROPE_PAD."""
     rope = head_dim - v_head_dim
     return v_head_dim, rope, padded(v_head_dim), padded(rope)
