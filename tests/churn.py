@@ -1,4 +1,4 @@
-"""Requests that come and go at random over an engine: their texts, and what steps wait for."""
+"""Requests that come and go at random: their texts, what they share, what steps wait for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from unittest import mock
 
 import torch
 
+from specattn.backends.triton import TritonTree
 from specattn.speculative.host_buffers import PendingStep
 
 if TYPE_CHECKING:
+    import pytest
+
+    from specattn.backends.triton import TritonBound
     from specattn.config import SpecConfig
     from specattn.engine.engine import Engine
     from specattn.engine.policy import Observed
     from specattn.engine.request import Request, RequestOutput
+    from specattn.kernels.attention.triton_plan import TreePlan
 
 COUNTERS = (
     "allocation.all.allocated",
@@ -143,6 +148,35 @@ class Texts:
             assert all(abs(one.value - other.value) < 1e-3 for one, other in scored)
         assert apart <= max(1, drawn // 100)
         assert abs(gained - expected) <= expected // 100, "what was drafted depends on the company"
+
+
+class Groups:
+    """Notes which requests share a prefix, in plans that are filled from now on.
+
+    Attributes
+    ----------
+    sizes : set of int
+        How many requests of a plan shared one, at any look.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: set[int] = set()
+        self._plans: set[TreePlan] = set()
+        noted = self._plans
+
+        class Noted(TritonTree):
+            @staticmethod
+            def fill_together(bounds: Sequence[TritonBound]) -> None:
+                TritonTree.fill_together(bounds)
+                noted.update(one.kernel.tables for one in bounds if one.kernel.kernels.sharing)
+
+        monkeypatch.setattr("specattn.backends.triton.TritonTree", Noted)
+
+    def look(self) -> None:
+        """Read what the last fills found, those of replays too; waits for the device."""
+        for plan in self._plans:
+            # tiles that a request leaves to its group
+            self.sizes.add(int((plan.requests[: plan.batch, 2] > 0).sum()))
 
 
 class Watch:

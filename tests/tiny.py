@@ -125,6 +125,14 @@ class TinyTarget(nn.Module):
         return TargetOutput(logits, x)
 
 
+def attentive(device: str | torch.device) -> TinyTarget:
+    """A target whose texts soon differ if a token of the prompt does: bigrams decide less."""
+    target = TinyTarget(device=device, sharp=1.0)
+    for block in target.blocks:
+        block.o.weight.mul_(8)
+    return target
+
+
 class TinyDraft(nn.Module):
     vocab_size = VOCAB
     hidden_size = 64

@@ -12,7 +12,6 @@ from specattn.backends.triton import (
     TritonBackend,
     TritonBound,
     TritonSharingBackend,
-    TritonTree,
 )
 from specattn.backends.triton_mla import TritonMlaBackend
 from specattn.config import SpecConfig
@@ -20,12 +19,11 @@ from specattn.engine.engine import Engine, Request
 from specattn.testing import conformance
 from specattn.testing.cases import share_prefixes
 from specattn.testing.session import config_of, plan_of
+from tests.churn import Churn, Groups
 from tests.oracle import Case, check, make_tree_case
-from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.tiny import TinyDraft, attentive, dense_greedy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specattn.testing.kit import Check
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,28 +89,24 @@ def test_latent_layers_share_nothing() -> None:
     check(case, case.expected())
 
 
-@pytest.mark.skipif(CUDA, reason="groups are read after every fill, which graphs do not allow")
-def test_an_engine_writes_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests over one prompt; one ends before the others, and one has another prompt."""
+def test_texts_do_not_depend_on_who_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests over one prompt come and go, and others between them."""
     monkeypatch.setattr("specattn.backends.triton.SHARE_FROM", 32)
-    tiles: list[int] = []
-
-    class Noted(TritonTree):
-        @staticmethod
-        def fill_together(bounds: Sequence[TritonBound]) -> None:
-            TritonTree.fill_together(bounds)
-            tables = [one.kernel.tables for one in bounds if one.kernel.kernels.sharing]
-            tiles.append(max(int(plan.requests[: plan.batch, 2].max()) for plan in tables))
-
-    monkeypatch.setattr("specattn.backends.triton.TritonTree", Noted)
-    models = TinyTarget(device="cpu"), TinyDraft(device="cpu")
-    prompt = [7 * i % 61 for i in range(70)]
-    texts = [[*prompt, 5], [*prompt, 9, 3], [*prompt[:66], 1], [4, 8, 15]]
+    groups = Groups(monkeypatch)
+    models = attentive(DEVICE), TinyDraft(device=DEVICE)
+    prompt = [7 * i % 61 for i in range(100)]
+    texts = [[*prompt, 5], [*prompt, 9, 3], [*prompt[:66], *prompt[:40]], [4, 8, 15]]
     config = SpecConfig(2, 2, 4, max_context_len=128, max_num_reqs=4)
     run = Engine(*models, config, backend="triton_sharing", buckets=[4])
-    lengths = [6, 3, 6, 6]
-    out = run.generate([Request(*one) for one in zip(texts, lengths, strict=True)])
-    for text, length, result in zip(texts, lengths, out, strict=True):
-        assert result.tokens == dense_greedy(models[0], text, length)
-    assert max(tiles) > 0
+    churn, ended = Churn(run, [Request(text, 8) for text in texts], 6), []
+    churn.level = 4
+    for _ in range(10):
+        ended += churn.step()
+        groups.look()
+    for kind, result in (*ended, *churn.drop()):
+        count = len(result.tokens)
+        assert result.tokens == dense_greedy(models[0], texts[kind], count)
+    assert churn.joins > 4
+    assert 0 in groups.sizes
+    assert len(groups.sizes) > 2
     assert run.table.num_free_rows == 4

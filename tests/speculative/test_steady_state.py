@@ -6,6 +6,8 @@ request's prompt is excepted. Nor do texts, and what steps gain, depend on the c
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,9 +19,9 @@ from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
 from specattn.speculative.standalone import LMDraft
 from tests.books import check_books
-from tests.churn import COUNTERS, Churn, Dice, Texts, Watch
+from tests.churn import COUNTERS, Churn, Dice, Groups, Texts, Watch
 from tests.processors import GREEDY, greedy_text
-from tests.tiny import VOCAB, TinyBlockDraft, TinyDraft, TinyTarget
+from tests.tiny import VOCAB, TinyBlockDraft, TinyDraft, TinyTarget, attentive
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +54,19 @@ RUNS = {
 }
 # a run of a minute
 SOAK = (10_000, {"cudagraph": "full", "processed": True}, PROCESSED)
+# they begin alike for more keys than sharing asks for
+TEXT = random.Random(1).choices(range(VOCAB), k=490)
+LONG = [*TEXT[:290], *reversed(TEXT[290:])]
+OVER_PREFIXES = [
+    Request([*TEXT[:300], 5], 90),
+    Request([*TEXT[:300], 9, 3, 11], 60, GREEDY["three"]),
+    Request([*TEXT[:280], 4, 1], 90, GREEDY["frequency"]),
+    Request([*LONG, 2], 40, GREEDY["frequency"]),
+    Request([*LONG, 7, 7], 80, DRAWN),
+    Request([8, 9, 7], 60),
+]
+# several requests have room in a tile
+SMALL = replace(TREE, topk=2, num_draft_tokens=4, max_context_len=640)
 # a chance per step that everything is dropped after it
 DROPS = 0.005
 LOOKUP = LookupProposer(1, 4)
@@ -90,7 +105,20 @@ def test_steps_of_any_proposer_neither_wait_nor_allocate(proposer):
     check(engine({"processed": True}, *PROPOSERS[proposer]), 300, PROCESSED)
 
 
-def check(run: Engine, steps: int, kinds: list[Request]) -> set[int]:
+@pytest.mark.parametrize(
+    "steps", [300, pytest.param(10_000, marks=pytest.mark.whole)], ids=["short", "soak"]
+)
+def test_groups_over_one_prefix_form_and_dissolve(steps, monkeypatch):
+    groups = Groups(monkeypatch)
+    models, options = (attentive("cuda"), TinyDraft(device="cuda")), {"processed": True}
+    run = Engine(*models, SMALL, backend="triton_sharing", buckets=[2, 6], **options)
+    check(run, steps, OVER_PREFIXES, groups.look)
+    assert {0, 2, 3} <= groups.sizes
+
+
+def check(
+    run: Engine, steps: int, kinds: list[Request], look: Callable[[], None] = lambda: None
+) -> set[int]:
     """Let requests come and go for so many steps; return how many ran at once."""
     watch, ended, dropped = Watch(), [], []
     texts, slots = Texts(run, kinds), run.table.num_free_slots
@@ -103,6 +131,8 @@ def check(run: Engine, steps: int, kinds: list[Request]) -> set[int]:
                 captured, held = run.graphs(), torch.cuda.memory_allocated()
             with watch.watching():
                 ended += churn.step()
+            if at % 8 == 0:
+                look()
             if churn.rng.random() < DROPS:
                 dropped += churn.drop()
                 assert run.table.num_free_slots == slots
