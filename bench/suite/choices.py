@@ -35,7 +35,7 @@ def write(parts: Iterable[PartFound], record: Path) -> Path:
     return record
 
 
-def choices(parts: Iterable[PartFound]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def choices(parts: Iterable[PartFound]) -> dict[str, dict[str, Any]]:
     """Return what `fastest` reads by compute capability: ``auto``'s choices, and ``float8``."""
     return {
         capability: {"auto": faster(found), "float8": stored(found)}
@@ -61,18 +61,22 @@ def faster(parts: Iterable[PartFound]) -> list[dict[str, Any]]:
     return [choice for key, points in cells.items() for choice in chosen(key, points)]
 
 
-def stored(parts: Iterable[PartFound]) -> list[dict[str, Any]]:
-    """Return a line per head size, as `fastest.Float8Gain` has it."""
-    found: dict[int, dict[str, Any]] = {}
+def stored(parts: Iterable[PartFound]) -> dict[str, str]:
+    """Return what `fastest.float8_gains` says, by head size."""
+    found: dict[str, tuple[list[str], ...]] = {}
     for (head_dim, q_len, gains), points in in_float8(parts).items():
         tokens, ratios, cards = zip(*points, strict=True)
-        empty = {"head_dim": head_dim, "slower": [], "faster": [], "measured": {}}
-        line = found.setdefault(head_dim, empty)
-        line["faster" if gains else "slower"].append(
+        slower, faster, measured = found.setdefault(str(head_dim), ([], [], []))
+        (faster if gains else slower).append(
             f"{q_len} over {span(tokens, '{:,}')} ({span(ratios)})"
         )
-        line["measured"] |= dict.fromkeys(cards)
-    return [line | {"measured": "; ".join(line["measured"])} for line in found.values()]
+        measured += cards
+    return {
+        head_dim: "against bfloat16, by query tokens of a request over cached tokens of the batch: "
+        f"slower at {', '.join(slower) or 'none'}; faster at {', '.join(faster) or 'none'}; "
+        + "; ".join(dict.fromkeys(measured))
+        for head_dim, (slower, faster, measured) in found.items()
+    }
 
 
 def in_float8(

@@ -120,69 +120,41 @@ class Choice:
         return f"{self.backend} for {self.what} ({self.why})"
 
 
-@dataclass(frozen=True)
-class Float8Gain:
-    """A line of the record: the speed of float8 keys and values.
-
-    Parameters
-    ----------
-    head_dim : int
-        As in `AttnConfig`.
-    slower, faster : list of str
-        What was measured: query tokens of a request, cached tokens of the batch, and the time over
-        bfloat16 divided by that over float8.
-    measured : str
-        Card, versions and date.
-    """
-
-    head_dim: int
-    slower: list[str]
-    faster: list[str]
-    measured: str
-
-    def covers(self, config: AttnConfig) -> bool:
-        """Whether such layers were measured: stored in float8, and with nothing else."""
-        stored = config.kv_dtype == FLOAT8 and config.dtype == torch.bfloat16
-        plain = _plain(config) and not config.deterministic
-        return stored and plain and config.head_dim == self.head_dim
-
-    @property
-    def told(self) -> str:
-        """The line, in words."""
-        slower, faster = (", ".join(some) or "none" for some in (self.slower, self.faster))
-        what = f"float8 keys and values against bfloat16, heads of {self.head_dim}"
-        return (
-            f"{what}, by query tokens of a request over cached tokens of the batch: "
-            f"slower {slower}; faster {faster}; {self.measured}"
-        )
-
-
 def _plain(config: AttnConfig) -> bool:
     return config.window_left < 0 and not config.logit_cap and not config.sinks
 
 
-def _lines(table: str, device: torch.device) -> list[dict[str, Any]]:
-    """Return a table of a device's record; nothing for CPUs."""
+def _record(device: torch.device) -> dict[str, Any]:
+    """Return the tables of a device's compute capability; none for CPUs."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return []
+        return {}
     major, minor = torch.cuda.get_device_capability(device)
-    found: dict[str, list[dict[str, Any]]]
-    found = json.loads(RECORD.read_text()).get(f"{major}.{minor}", {})
-    return found.get(table, [])
+    found: dict[str, dict[str, Any]] = json.loads(RECORD.read_text())
+    return found.get(f"{major}.{minor}", {})
 
 
 def recorded(device: torch.device) -> tuple[Choice, ...]:
     """Return the choices on record for a device."""
-    return tuple(Choice(**one) for one in _lines("auto", device))
+    return tuple(Choice(**one) for one in _record(device).get("auto", ()))
 
 
 def float8_gains(configs: Sequence[AttnConfig] | None, device: torch.device) -> list[str]:
     """Say how fast float8 keys and values were measured to be.
 
-    A line per head size: with ``configs=None`` all on record, else those of layers stored so.
+    A line per head size: with ``configs=None`` all on record, else those of layers that are stored
+    so, with bfloat16 queries and nothing else set.
     """
-    lines = [Float8Gain(**one) for one in _lines("float8", device)]
-    return [one.told for one in lines if configs is None or any(map(one.covers, configs))]
+    sizes = {
+        one.head_dim
+        for one in configs or ()
+        if one.kv_dtype == FLOAT8 and one.dtype == torch.bfloat16
+        if _plain(one) and not one.deterministic
+    }
+    return [
+        f"float8 keys and values, heads of {size}: {line}"
+        for size, line in _record(device).get("float8", {}).items()
+        if configs is None or int(size) in sizes
+    ]
 
 
 def made(choice: Choice, config: AttnConfig, device: torch.device) -> PagedBackend:

@@ -15,7 +15,7 @@ from bench.suite.peers import own
 from bench.suite.results import Found, Line, PartFound, read
 from bench.suite.run import describe
 from specattn.backends import fastest
-from specattn.backends.fastest import Choice, Float8Gain
+from specattn.backends.fastest import Choice
 from tests.bench.test_report import RESULTS
 
 MACHINE = {"device": "a card", "capability": "9.0", "torch": "2", "date": "today"}
@@ -130,12 +130,14 @@ def test_float8_loses_here_and_gains_there():
         ],
     )
     lines = choices.choices([part])["9.0"]["float8"]
-    small, large = (Float8Gain(**one) for one in lines)
-    assert (small.head_dim, small.slower, small.faster) == (64, ["512 over 65,536 (0.75x)"], [])
-    assert (large.head_dim, large.measured) == (128, "a card: torch 2, today")
-    assert large.slower == ["1 over 131,072 (1.00x)", "8 over 4,096 (0.88x)"]
-    assert large.faster == ["8 over 65,536 to 131,072 (1.25x to 1.50x)"]
-    assert "slower 512 over 65,536 (0.75x); faster none; a card" in small.told
+    assert list(lines) == ["64", "128"]
+    what = "against bfloat16, by query tokens of a request over cached tokens of the batch: "
+    card = "a card: torch 2, today"
+    assert lines["64"] == f"{what}slower at 512 over 65,536 (0.75x); faster at none; {card}"
+    assert lines["128"] == (
+        f"{what}slower at 1 over 131,072 (1.00x), 8 over 4,096 (0.88x); "
+        f"faster at 8 over 65,536 to 131,072 (1.25x to 1.50x); {card}"
+    )
     table = choices.shown_float8([part])
     assert "| 9.0 | 128 | 8 | 65,536 to 131,072 | **1.25x to 1.50x** | 2 |" in table
     assert table.count("\n") == 1 + 4
