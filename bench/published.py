@@ -264,7 +264,7 @@ def main() -> None:
     names = {kind: getattr(args, kind) for kind in ("target", *LOADERS)}
     head = place(args.device) | {"machine": machine(args.commit)}
     head |= {"dtype": args.dtype, "problems": len(prompts), "new": args.new}
-    head |= {kind: name and Path(name).stem for kind, name in names.items()}
+    head |= {kind: name and Path(name).name.removesuffix(".gguf") for kind, name in names.items()}
     record = Record(head, args.out, NAMES)
     plain, gaps = gaps_of(load("none")[0], prompts, args.new)
 

@@ -71,7 +71,9 @@ def command(monkeypatch, tmp_path):
     monkeypatch.setattr(published, "CHAINS", ((3, 1, 4),))
     monkeypatch.setattr(published, "NODES", (5, 20))
     out = tmp_path / "record.json"
-    argv = ["published", "--target", PAIR / "target", "--problems", "none", "--out", out]
+    target = tmp_path / "Pair-4.6M"
+    target.symlink_to(PAIR / "target")
+    argv = ["published", "--target", target, "--problems", "none", "--out", out]
     argv += ["--dtype", "float32", "--device", "cpu", "--new", "7"]
 
     def run(*words):
@@ -86,7 +88,7 @@ def test_drafts_and_transformers_write_the_same(command, monkeypatch):
     heads = ["--draft", PAIR / "target", "--dflash", PAIR_HEADS["dflash"]]
     kinds = ["--kinds", "lookup+model", "dflash"]
     record = command(*heads, *kinds, *BATCH)
-    assert (record["target"], record["model"], record["eagle3"]) == ("target", "target", None)
+    assert (record["target"], record["model"], record["eagle3"]) == ("Pair-4.6M", "target", None)
     lines = {(line["by"], line["draft"], line["tree"]): line for line in record["results"]}
     assert [(draft, tree) for by, draft, tree in lines if by == published.OURS] == [
         ("plain", "no tree"),

@@ -50,7 +50,7 @@ PROBLEM = "def strange(values):\n    return the sum of all values that are above
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory):
     """A target of random weights that is sure of its tokens, with the pair's tokenizer."""
-    folder = tmp_path_factory.mktemp("target")
+    folder = tmp_path_factory.mktemp("target-0.1-")
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, initializer_range=0.2))
     with torch.no_grad():
@@ -318,6 +318,7 @@ def test_texts_go_on_where_they_were_stopped(target_folder, library, texts, tmp_
 def test_texts_are_the_targets_own(target_folder, texts):
     """Greedy answers are transformers' own, and the seed gives both kinds to both sides."""
     found, record = Texts.load(texts)
+    assert record["target"] == target_folder.name
     assert record["parts"][0]["new_tokens"] == int((found.lengths - found.prompt_lens).sum())
     assert {*found.greedy[found.held_out].tolist()} == {True, False} == {*found.greedy.tolist()}
     model = AutoModelForCausalLM.from_pretrained(target_folder)

@@ -113,9 +113,9 @@ def all_runs(paths: Sequence[Path]) -> set[tuple[str, ...]]:
 def write(args: argparse.Namespace) -> None:
     """Write texts for some minutes, one part at least, behind those that are there."""
     settings = {
-        "target": Path(args.target).stem, "seed": args.seed, "length": args.length,
-        "part": args.part, "temperatures": args.temperatures, "chats": args.chats,
-        "left_out": [path.name for path in args.leave_out],
+        "target": Path(args.target).name.removesuffix(".gguf"), "seed": args.seed,
+        "length": args.length, "part": args.part, "temperatures": args.temperatures,
+        "chats": args.chats, "left_out": [path.name for path in args.leave_out],
     }  # fmt: skip
     record: dict[str, Any] = settings | {"parts": []}
     if (args.out / RECORD).exists():
