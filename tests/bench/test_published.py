@@ -155,40 +155,199 @@ def test_loaded_models_give_what_their_heads_read():
         assert len(target.features) == states
 
 
-def test_the_page_is_what_the_generator_writes():
+def test_the_page_and_its_pictures_are_what_the_generator_writes():
     """Run ``python docs/make_published.py`` after a record changed."""
-    assert (ROOT / "docs" / "published.md").read_text() == MAKE["page"]()
+    docs = ROOT / "docs"
+    assert (docs / "published.md").read_text() == MAKE["page"]()
+    made = MAKE["pictures"](MAKE["read"](MAKE["RESULTS"])[0])
+    # how a picture looks depends on matplotlib, so files are not compared
+    there = {path.name: MAKE["stamp"](path) for path in (docs / "img").glob("published_*")}
+    assert there == {name: MAKE["digest"](shown) for name, (_, shown) in made.items()}
 
 
-def test_the_page_says_what_a_record_says():
-    def line(draft, tree, temperature, batch, speed, gained, by=published.OURS):
-        made = {"by": by, "draft": draft, "tree": tree, "temperature": temperature, "batch": batch}
-        steps = sum(gained)
-        tokens = sum(n * count for n, count in enumerate(gained, 1))
-        made |= {"texts": 10, "tokens_per_second": speed, "steps_by_tokens": gained}
-        made |= {"steps": steps, "accepted_per_step": tokens / steps}
-        return made | {"equal_to_plain": 9, "gaps_at_departures": [0.03125]}
+def line(draft, tree, temperature, batch, speed, gained, by=published.OURS, **more):
+    """Of ten texts, one of which departs; ``gained`` counts steps by their tokens."""
+    made = {"by": by, "draft": draft, "tree": tree, "temperature": temperature, "batch": batch}
+    steps = sum(gained)
+    tokens = sum(n * count for n, count in enumerate(gained, 1))
+    made |= {"texts": 10, "tokens_per_second": speed, "steps_by_tokens": gained}
+    made |= {"steps": steps, "accepted_per_step": tokens / steps}
+    return made | {"equal_to_plain": 9, "gaps_at_departures": [0.03125]} | more
 
-    lines = [
-        line("plain", "no tree", 0.0, 1, 50.0, [4]),
-        line("lookup+model", "chain of 3", 0.0, 1, 125.0, [1, 0, 3]),
-        line("plain", "no tree", 0.8, 8, 200.0, [4]),
-        line("lookup+model", "chain of 3", 0.8, 8, 300.0, [1, 1]),
-        line("lookup+model", "chain of 3", 0.0, 8, 400.0, [1, 1, 2]),
-        line("model", "", 0.0, 1, 75.0, [1], by=published.THEIRS),
-    ]
+
+CHAIN, TREE, WIDE = "chain of 3", "topk 4, 16 nodes, 5 steps", "topk 4, 32 nodes, 15 steps"
+LINES = [
+    line("plain", "no tree", 0.0, 1, 50.0, [4]),
+    line("plain", "no tree", 0.0, 8, 200.0, [4], equal_to_plain=10, gaps_at_departures=[]),
+    line("plain", "no tree", 0.8, 8, 200.0, [4]),
+    line("model", CHAIN, 0.0, 1, 125.0, [1, 0, 3]),
+    line("model", CHAIN, 0.0, 8, 300.0, [1, 1, 2]),
+    line("model", CHAIN, 0.8, 8, 100.0, [3, 1]),
+    line("model", TREE, 0.0, 1, 130.0, [1, 0, 0, 3]),
+    line("model", TREE, 0.0, 8, 250.0, [0, 1, 1, 2]),
+    line("model", "adaptive", 0.0, 8, 330.0, [1], steps_by_depth={"7": 1, "3": 2, "0": 1}),
+    line("lookup", CHAIN, 0.0, 8, 240.0, [3, 0, 1]),
+    line("lookup", WIDE, 0.0, 8, 160.0, [2, 1, 0, 1]),
+    line("plain", "", 0.0, 1, 25.0, [1], by=published.THEIRS),
+    line("model", "", 0.0, 1, 75.0, [1], by=published.THEIRS),
+]
+PAIR_LINES = [
+    line("lookup", CHAIN, 0.0, 8, 1.0, [2, 1, 1]),
+    line("lookup", WIDE, 0.0, 8, 1.0, [3, 1]),
+    line("eagle3", CHAIN, 0.0, 8, 1.0, [1, 3]),
+]
+HEAD = {
+    "arguments": {
+        "command": "eagle3",
+        "target": "/models/qwen15",
+        "texts": "some/texts",
+        "out": "heads/first",
+        "device": "cuda",
+        "dtype": "torch.bfloat16",
+        "steps": "None",
+        "states": "[3, 7]",
+        "compile": "True",
+    },
+    "machine": {"device": "A GPU"},
+    "texts": {
+        "target": "qwen15",
+        "seed": 0,
+        "length": 640,
+        "part": 2048,
+        "temperatures": [0.0, 0.8],
+        "chats": 0.8,
+        "left_out": ["HumanEval.jsonl.gz"],
+        "parts": [{"texts": 9, "new_tokens": 750_000, "left_out": 0, "seconds": 45.0}] * 2,
+    },
+    "parameters": 60_000_000,
+    "steps": 2500,
+    "held_out": [
+        {"step": 0, "seconds": 0.1, "loss": 10.25, "agreement": [0.0, 0.0, 0.0]},
+        {"step": 2500, "seconds": 480.0, "loss": 1.5, "agreement": [0.8, 0.7, 0.5]},
+    ],
+    "acceptance": {"drafted": 5, "tokens_per_step": 3.25},
+}
+
+
+def write(folder, name, lines, **more):
     record = {"device": "A GPU", "torch": "2.11.0+cu130", "dtype": "bfloat16", "new": 256}
-    record |= {"target": "Big", "model": "Small", "eagle3": None, "dflash": None}
-    text = MAKE["section"](record | {"results": lines})
+    record |= {"target": "qwen15", "model": "qwen05", "eagle3": None, "dflash": None}
+    record |= {"problems": 164} | more | {"results": lines}
+    (folder / f"published_{name}.json").write_text(json.dumps(record))
+
+
+def unbroken(text):
+    return text.replace(" \\\n   ", "")
+
+
+@pytest.fixture
+def results(tmp_path):
+    write(tmp_path, "qwen15", LINES)
+    exact = [line("lookup", CHAIN, 0.0, 8, 9.0, [1], equal_to_plain=10, gaps_at_departures=[])]
+    write(tmp_path, "qwen15_exact", exact, dtype="float32")
+    write(tmp_path, "pair", PAIR_LINES, target="target", model=None, eagle3="draft")
+    (tmp_path / "heads_first.json").write_text(json.dumps(HEAD))
+    return tmp_path
+
+
+def test_the_page_ranks_settings(results):
+    text = MAKE["page"](results)
+    head = "| draft | 1 at once | 8 at once | tokens per step | of the shipped pair |"
+    assert f"Greedy:\n\n{head}" in text
     assert (
-        "A GPU, torch 2.11.0, bfloat16; 10 problems, at most 256 tokens each; a model: Small."
+        f"| a model | 1. {TREE}: 130, 2.60x | 1. {CHAIN}: 300, 1.50x | 1. {TREE}: 3.25 | - |"
         in text
     )
     assert (
-        "Of 20 greedy texts 18 are plain decoding's, the others depart where the gap is 0.031"
-        in text
+        f"| lookup | - | 2. {CHAIN}: 240, 1.20x | 2. {WIDE}: 2.00 | 1. {CHAIN}: 1.75 |" in text
+    ), "the shipped pair's EAGLE-3 has no place: this target has none"
+    assert "| none | 2. 50, 1.00x | 3. 200, 1.00x | - | - |" in text
+    assert (
+        "win over their chains: 1 of 1 (1 at once), 0 of 2 (8 at once), "
+        "2 of 2 (tokens per step), 0 of 1 (of the shipped pair). "
+        "Of 1 pairs of settings that both models ran, 0 rank the same way"
+    ) in text
+    assert f"1.50x: a model, {CHAIN}; adaptive 1.65x |" in text
+    drawn = text.split("\nTemperature 0.8:\n")[1]
+    assert f"| none | 1. 200, 1.00x | - |\n| a model | 2. {CHAIN}: 100, 0.50x |" in drawn
+
+
+def test_the_page_says_what_a_record_says(results):
+    text = MAKE["page"](results)
+    assert (
+        "A GPU, torch 2.11.0, bfloat16; 10 problems, at most 256 tokens each; "
+        "a model: Qwen2.5-Coder-0.5B-Instruct. Of 70 greedy texts of drafts 63 are plain "
+        "decoding's, and 19 of 20 of plain decoding's own in other batches; the others depart "
+        "where the gap is 0.031 at most, 0.031 at the median."
+    ) in text
+    assert "float32; 10 problems, at most 256 tokens each: Of 10 greedy texts of drafts 10" in text
+    assert f"| a model | {CHAIN} | 2.25 | 1.25 | 75% | 50% | - | - | - |" in text
+    assert f"| a model | {CHAIN} | 125, 2.50x | 300, 1.50x | - | 100, 0.50x |" in text
+    assert "| a model | greedy | - | 7: 25%, 3: 50%, none: 25%; 1.10x |" in text
+    assert "| transformers | a model | 75.0 | 3.00x | 9 of 10 |" in text
+    assert "`cc324af070c2ecbf`" in text
+    assert (
+        "python -m bench.published --target qwen15 --draft qwen05 \\\n"
+        "    --problems HumanEval.jsonl.gz --kinds model lookup --batches 8 1 \\\n"
+        "    --out bench/results/published_qwen15.json\n"
+    ) in text
+    assert "--target specattn/pair/target --eagle3 specattn/pair/draft" in unbroken(text)
+
+
+def test_the_page_says_how_heads_were_trained(results):
+    text = MAKE["page"](results)
+    assert (
+        "| EAGLE-3 for Qwen2.5-Coder-1.5B-Instruct | 60.0M | 1.5M | 8.0, A GPU | 2,500 "
+        "| 10.25 to 1.50 | 80%, 70%, 50% | 3.25 of 6 |"
+    ) in text
+    assert "--out texts --minutes 1.5 --seed 0" in unbroken(text)
+    assert (
+        "train_heads eagle3 --target qwen15 --texts texts --out first --states 3 7 --compile\n"
+        in unbroken(text)
     )
-    assert "| lookup, else a model | chain of 3 | 2.25 | 1.50 | 75% | 50% | - | - | - |" in text
-    assert "| lookup, else a model | chain of 3 | 125, 2.50x | 400 | 300, 1.50x |" in text
-    assert "| transformers | a model | 75.0 | 9 of 10 |" in text
-    assert "Tokens per second" not in MAKE["section"](record | {"device": "CPU", "results": lines})
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda one: one["draft"] != "plain",
+        lambda one: one["draft"] != "model",
+        lambda one: one["temperature"],
+        lambda one: one["batch"] == 1,
+        lambda one: one["tree"] == "adaptive",
+        lambda one: one["by"] == published.OURS,
+    ],
+    ids=["no plain", "no model", "drawn", "one batch", "adaptive", "no transformers"],
+)
+def test_records_may_lack_settings(tmp_path, kept):
+    lines = [one for one in LINES if kept(one)]
+    write(tmp_path, "qwen15", lines)
+    text, made = MAKE["page"](tmp_path), MAKE["pictures"](MAKE["read"](tmp_path)[0])
+    for one in lines:
+        shown = f"| {MAKE['named'](one['draft'])} | {one['tree']} |"
+        assert one["by"] != published.OURS or shown in text
+    speed = "published_qwen15_speed.svg"
+    compared = any(one["draft"] == "plain" and one["by"] == published.OURS for one in lines)
+    assert (speed in made) == (f"img/{speed}" in text)
+    assert compared or speed not in made
+    assert ("Inside transformers" in text) == any(one["by"] == published.THEIRS for one in lines)
+    write(tmp_path, "qwen15", lines, device="CPU")
+    assert "tokens per second" not in MAKE["page"](tmp_path), "which others share"
+
+
+def test_pictures_are_the_same_for_the_same_records(results, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra docs has it")
+    made = MAKE["pictures"](MAKE["read"](results)[0])
+    assert list(made) == ["published_qwen15_depth.svg", "published_qwen15_speed.svg"]
+    shares = made["published_qwen15_depth.svg"][1]["greedy"]
+    assert shares == {f"model: {TREE}": [1.0, 0.75, 0.5], f"lookup: {WIDE}": [0.5, 0.25, 0.25]}
+    for name, (kind, shown) in made.items():
+        texts = []
+        for folder in ("one", "two"):
+            path = tmp_path / folder / name
+            MAKE["draw"](kind, shown, path)
+            texts.append(path.read_text())
+        assert texts[0] == texts[1]
+        assert MAKE["stamp"](path) == MAKE["digest"](shown)
+        assert f"a model, {TREE}" in texts[0]
+        assert "date>" not in texts[0]
