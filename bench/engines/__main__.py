@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,9 @@ def chosen(options: argparse.Namespace) -> list[Job]:
     """Return the jobs that are asked for."""
     jobs = cells.smoke_jobs() if options.smoke else cells.bench_jobs()
     sides, settings = options.sides.split(","), options.settings.split(",")
+    if options.tp > 1:
+        few = cells.PLACES[::2]
+        jobs = [replace(job, tp=options.tp, places=few) for job in jobs if job.side != cells.OWN]
     return [
         job
         for job in jobs
@@ -49,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sides", default="", help=", ".join(report.SIDES))
     parser.add_argument("--settings", default="", help="tree, chain, plain")
     parser.add_argument("--together", type=int, default=1, help="processes that start together")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="GPUs that SGLang takes; at 1 and 16 x 4k"
+    )
     parser.add_argument("--smoke", action="store_true", help="start everything; compare tokens")
     parser.add_argument("--table", type=Path, help="print the table of results")
     options = parser.parse_args(arguments)

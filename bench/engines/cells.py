@@ -59,6 +59,8 @@ class Job:
         How many steps are timed at each place.
     seconds : float
         What the process may take.
+    tp : int
+        GPUs that SGLang spreads the model over.
     """
 
     side: str
@@ -67,6 +69,7 @@ class Job:
     kind: str = "bench"
     steps: int = 96
     seconds: float = 170.0
+    tp: int = 1
 
     @property
     def name(self) -> str:

@@ -42,6 +42,7 @@ def options(job: Job, models: tuple[Path, Path]) -> dict[str, Any]:
         "model_path": str(models[0]),
         "attention_backend": PROMPTS_BY if job.side in (STEPS, FUSED) else job.side,
         "dtype": "bfloat16",
+        "tp_size": job.tp,
         "grammar_backend": "none",
         "sampling_backend": "pytorch",
         "disable_radix_cache": True,
