@@ -12,6 +12,7 @@ a token that the host has read, so no such step is launched ahead, and the round
     python -m bench.step [--models Llama-3.1-8B] [--batch 1,4] [--context 1024] [--out FILE]
     python -m bench.step --dflash
     python -m bench.step --host
+    python -m bench.step --batch 16 --context 16640 --common 16384 [--backend triton_sharing]
     python -m bench.step --compile I/N   # share I of N of the settings, compiled, not timed
 """
 
@@ -233,6 +234,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--settings", default="", help="those whose name contains this, and plain")
     parser.add_argument("--batch")
     parser.add_argument("--context")
+    parser.add_argument("--common", type=int, default=0, help="tokens that all requests begin with")
+    parser.add_argument("--backend", default="triton")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--length", type=int, default=4, help="tokens to gain per step, at most")
     parser.add_argument("--no-trace", dest="trace", action="store_false")
@@ -274,7 +277,9 @@ def main() -> None:
     models = {name: known[name] for name in options.models.split(",")}
 
     def make(shape: Shape) -> World:
-        return world(shape, lens, torch.device("cuda"))
+        made = world(shape, lens, torch.device("cuda"), backend=options.backend)
+        made.share(options.common)
+        return made
 
     for _ in run(models, make, options, record):
         write(record, options.out)

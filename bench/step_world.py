@@ -199,6 +199,10 @@ class World:
         for row in self.table.req_to_token:
             row.copy_(order[row.long()])
 
+    def share(self, common: int) -> None:
+        """Let all requests begin with the same ``common`` tokens, in the first one's slots."""
+        self.table.req_to_token[self.rows, :common] = self.table.req_to_token[self.rows[0], :common]
+
     def decoder(
         self,
         setting: Setting,

@@ -604,7 +604,8 @@ def section(runs: list[Measured], pair: Measured | None) -> str:
     heads = ", ".join(
         f"{DRAFTS[kind]}: {title(run.record[kind])}" for kind in KINDS if run.record.get(kind)
     )
-    found = f"\n## {run.title}\n\n{measured(run)}{f'; {heads}' if heads else ''}. {equal(run)}\n"
+    found = f"\n## {run.title}\n\n{measured(run)}{f'; {heads}' if heads else ''}. {equal(run)}"
+    found += f" {run.record['remark']}\n" if "remark" in run.record else "\n"
     found += "".join(f"\n{measured(other)}: {equal(other)}\n" for other in others)
     found += (
         "\n### Best settings\n\nPlace of every draft at its best tree"

@@ -47,6 +47,16 @@ def test_logits_over_a_tree_are_those_of_float64(kind):
         assert step.check(run, setting, length) < 1e-5
 
 
+def test_requests_may_begin_alike():
+    run = world()
+    run.share(16)
+    for row in run.rows:
+        slots = run.table.req_to_token[row]
+        assert slots[:16].tolist() == run.table.req_to_token[run.rows[0], :16].tolist()
+        assert slots[16] not in slots[:16]
+    assert step.check(run, Setting(2, 3, 5), 2) < 1e-5
+
+
 def test_logits_of_another_model_are_noticed():
     run = world()
     run.model = random_target(LlamaConfig(**SIZES), dtype=torch.float32, device=CPU, seed=1)
