@@ -43,8 +43,9 @@ _TARGET = (
     "Default: the pair that comes with specattn."
 )
 _DRAFT = (
-    "What drafts for the target: an EAGLE, EAGLE-2, EAGLE-3 or DFlash checkpoint; with "
-    "--draft-kind model a whole model, given as a target is."
+    "What drafts for the target: an EAGLE, EAGLE-2, EAGLE-3 or DFlash checkpoint, or "
+    "smollm2-135m, a head that comes with specattn; with --draft-kind model a whole model, "
+    "given as a target is."
 )
 _KIND = (
     "What drafts: eagle3 (EAGLE heads), dflash, model (a whole model with the target's "

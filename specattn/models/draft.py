@@ -44,7 +44,8 @@ def load_draft(
     Parameters
     ----------
     path_or_id : str or Path
-        A folder with ``config.json`` and weights, or the name of a repository on the Hub.
+        A folder with ``config.json`` and weights, the name of a repository on the Hub, or
+        ``smollm2-135m``: the head for SmolLM2-135M-Instruct that comes with the package.
     target : HFTarget or FusedTarget
         The target model. A head without an embedding or output projection shares the target's.
     dtype, device : optional

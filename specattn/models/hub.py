@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 PAIR = Path(str(files("specattn"))) / "pair"
 #: The folders of its draft heads by kind; a kind that is not there was not shipped.
 PAIR_HEADS = {"eagle3": PAIR / "draft", "dflash": PAIR / "dflash"}
+#: The folder of heads for published models, by the names that ``draft`` may give.
+HEADS = PAIR.parent / "heads"
 _GGUF = ".gguf"
 
 
@@ -69,6 +71,8 @@ def locate(argument: str, path_or_id: str | Path) -> str:
     """Return a model's folder, GGUF file or Hub name, or blame ``argument``."""
     name = str(path_or_id)
     path = Path(name).expanduser()
+    if argument == "draft" and not path.exists() and (HEADS / name / "config.json").is_file():
+        return str(HEADS / name)
     if path.is_dir():
         files = sorted(path.glob(f"*{_GGUF}"))
         if files and not (path / "config.json").is_file():

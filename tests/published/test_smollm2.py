@@ -77,6 +77,14 @@ def test_a_chat_is_drafted_by_its_own_text(plain_text):
     assert found["fused"]
 
 
+def test_a_chat_is_drafted_by_the_head_that_ships(plain_text):
+    arguments = ["--target", str(FILE), "--draft", "smollm2-135m", "--chat", "--json", "--compare"]
+    found = json.loads(generate(ASKED, *arguments, count=COUNT).output)
+    assert found["text"] == plain_text(ASKED, COUNT)
+    assert found["identical"], found["first_difference"]
+    assert len(found["tokens"]) > 1.7 * found["steps"]
+
+
 def test_drawn_chats_repeat_by_their_seed():
     drawn = ["--temperature", "0.8", "--top-p", "0.9", "--seed"]
     first, again, other = (chat(*drawn, *seed) for seed in (["5", "--compare"], ["5"], ["6"]))
