@@ -97,7 +97,7 @@ class SpeculativeConfigs:
         self.gained: Counter[SpecConfig] = Counter()
         self._buckets = tuple(buckets)
         self._window = window
-        self._recent: deque[tuple[SpecConfig, list[int]]] = deque()
+        self._recent: deque[tuple[Acceptance, list[int], int, float | None]] = deque()
 
     def choose(self, rooms: Sequence[int]) -> SpecConfig:
         """Ask the policy for the config of the next step.
@@ -175,13 +175,14 @@ class SpeculativeConfigs:
         self.gained[config] += handed_out
         if not self.adaptive:
             return
+        bucket = self._bucket(len(gained))
         found.add(kept)
-        if seconds is not None:
-            found.timed(self._bucket(len(gained)), seconds)
-        self._recent.append((config, kept))
+        found.timed(bucket, seconds)
+        self._recent.append((found, kept, bucket, seconds))
         if len(self._recent) > self._window:
-            old, tokens = self._recent.popleft()
-            self.acceptance[old].add(tokens, -1)
+            old, tokens, bucket, seconds = self._recent.popleft()
+            old.add(tokens, -1)
+            old.timed(bucket, seconds, -1)
 
     def _bucket(self, batch: int) -> int:
         return min((size for size in self._buckets if size >= batch), default=batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     #: Seconds of a step (or any unit, the same for all) by config and batch size.
     StepCost = Callable[[SpecConfig, int], float]
 
-# step times kept per bucket: few enough to follow a context that grows
+# step times that count per bucket: few enough to follow a context that grows
 _TIMES = 15
 
 
@@ -49,9 +49,15 @@ class Acceptance:
             for depth in range(tokens):
                 self.reached[depth] += sign
 
-    def timed(self, bucket: int, seconds: float) -> None:
-        """Note how long a step took."""
-        self._times.setdefault(bucket, deque(maxlen=_TIMES)).append(seconds)
+    def timed(self, bucket: int, seconds: float | None, sign: int = 1) -> None:
+        """Note how long a step took, if known; ``sign`` -1 drops the oldest of several."""
+        if seconds is None:
+            return
+        times = self._times.setdefault(bucket, deque())
+        if sign > 0:
+            times.append(seconds)
+        elif len(times) > 1:
+            times.popleft()
 
     @property
     def mean(self) -> float:
@@ -65,9 +71,13 @@ class Acceptance:
         return tuple(count / counted for count in self.reached[1:])
 
     def seconds(self, bucket: int) -> float | None:
-        """Return the median time of a bucket's last steps, None without any."""
+        """Return the median time of a bucket's last steps in the window, None without any.
+
+        If all have left, the latest to do so is kept.
+        """
         times = self._times.get(bucket)
-        return median(times) if times else None
+        # of two the shorter: what disturbs a step makes it longer
+        return median_low(list(times)[-_TIMES:]) if times else None
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,25 @@ def test_acceptance_is_that_of_the_window():
     assert (deep.steps, deep.mean, deep.by_depth) == (0, 0.0, (0.0,) * 6)
     assert shallow.steps == 3
     assert shallow.by_depth == (3 / 4, 1 / 4)
-    assert shallow.seconds(1) == pytest.approx(0.15)
+    assert shallow.seconds(1) == pytest.approx(0.1), "what is disturbed takes longer"
+
+
+def test_times_leave_with_their_steps():
+    """What a host was busy with, or compiled, is forgotten; one time is kept, however old."""
+    configs = SpeculativeConfigs([DEEP, SHALLOW], None, [1, 4], window=20)
+    for _ in range(20):
+        configs.count(DEEP, [7], 7, 9.0)
+    configs.count(DEEP, [7] * 4, 28, 2.0)
+    for _ in range(20):
+        configs.count(SHALLOW, [3], 3, None)
+    deep, shallow = configs.acceptance.values()
+    assert (deep.seconds(1), deep.seconds(4), shallow.seconds(1)) == (9.0, 2.0, None)
+    for _ in range(2):
+        configs.count(DEEP, [7], 7, 0.5)
+    assert deep.seconds(1) == 0.5
+    for at in range(40):
+        configs.count(DEEP, [7], 7, 100.0 + at)
+    assert deep.seconds(1) == 132.0, "the median of the last 15"
 
 
 def test_buckets_may_come_in_any_order():
