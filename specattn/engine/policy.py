@@ -125,7 +125,7 @@ class GoodputPolicy:
     this batch size, the quantity that TurboSpec maximises (arXiv:2406.14066); the expectation is
     `expected_tokens`. Small batches thus get deep and wide trees, large ones shallow trees or
     none, and texts that are easy to draft deeper ones than others. A config that the window knows
-    nothing of is tried.
+    nothing of is tried, and again later: neighbouring steps are of one passage of a text.
 
     What it chooses follows from the observations of an engine alone, also where it serves several;
     with ``cost``, not even from measured times.
@@ -138,11 +138,11 @@ class GoodputPolicy:
     margin : float
         Another config must promise this much more, as a share, to be switched to.
     hold : int
-        Steps that a config is kept for before it is left.
+        Steps that a config is kept for before it is left, and from a trial to the next.
     trials : int
         Steps a config is tried for if the window holds fewer of it.
     prior : float
-        Requests' worth of trust in what other configs say; see `expected_tokens`.
+        Steps' worth of trust in what other configs say; see `expected_tokens`.
 
     Raises
     ------
@@ -156,7 +156,7 @@ class GoodputPolicy:
         *,
         margin: float = 0.05,
         hold: int = 16,
-        trials: int = 2,
+        trials: int = 3,
         prior: float = 4.0,
     ) -> None:
         # NaN is out of every range
@@ -175,10 +175,11 @@ class GoodputPolicy:
         # each engine counts for itself, and so tells by any of its counts which one it is
         engine = next(iter(observed.acceptance.values()))
         chosen, steps = self._chosen.setdefault(engine, (observed.current, 0))
-        for config in observed.configs:
-            if observed.acceptance[config].steps < self.trials:
-                return config
         self._chosen[engine] = chosen, steps + 1
+        least = min(observed.configs, key=lambda config: observed.acceptance[config].steps)
+        known = observed.acceptance[least].steps
+        if known < self.trials and (not known or steps % self.hold == 0):
+            return least
         if chosen in observed.configs and steps + 1 < self.hold:
             return chosen
         goodput = self.goodput(observed)
@@ -203,9 +204,9 @@ class GoodputPolicy:
         ValueError
             If ``cost`` returns what is not above 0.
         """
-        costs = self._costs(observed)
+        costs, prior = self._costs(observed), self.prior * observed.batch
         return {
-            config: expected_tokens(observed.acceptance, config, self.prior) / costs[config]
+            config: expected_tokens(observed.acceptance, config, prior) / costs[config]
             for config in observed.configs
         }
 

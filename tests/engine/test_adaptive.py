@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -291,6 +292,43 @@ def test_goodput_follows_acceptance_and_batch_size():
     assert choice(good, 1, lambda config, batch: 1 + config.num_steps) is SHALLOW
 
 
+def test_the_requests_of_a_step_weigh_as_one():
+    """Steps of eight requests that gain alike say what steps of one do."""
+    alone, beside = observed({DEEP: [], SHALLOW: []}), observed({DEEP: [], SHALLOW: []}, batch=8)
+    for config, tokens in ((DEEP, 5), (DEEP, 1), (SHALLOW, 3)):
+        alone.acceptance[config].add([tokens])
+        beside.acceptance[config].add([tokens] * 8)
+    policy = GoodputPolicy(lambda config, batch: 1.0)
+    assert policy.goodput(alone) == pytest.approx(policy.goodput(beside))
+
+
+@pytest.mark.parametrize("seed", [1, 14, 21])
+def test_passages_that_differ_are_not_taken_for_the_configs(seed):
+    """Texts that first repeat their prompts, then are new: lookup gains all or nothing."""
+    dice, texts = random.Random(seed), []
+    for _ in range(11):
+        # how many more tokens a lookup gets right, by place
+        copied = range(dice.randint(45, 140), 0, -1)
+        texts += [0, 0, 0, *copied, *[0] * dice.randint(25, 70)]
+
+    def speed(chains: list[SpecConfig]) -> float:
+        """Return tokens per unit of time; all steps take about as long."""
+        configs = SpeculativeConfigs(chains, None, [1])
+        place, time = 0, 0.0
+        while place < len(texts):
+            config = configs.current = configs.choose([99])
+            gained = 1 + min(texts[place], config.num_steps)
+            seconds = 1 + 0.01 * config.num_steps
+            configs.count(config, [gained], gained, seconds)
+            place, time = place + gained, time + seconds
+        return place / time
+
+    deep, shallow = SpecConfig(7, 1, 8), SpecConfig(3, 1, 4)
+    fixed = speed([deep])
+    assert fixed > 1.1 * speed([shallow])
+    assert speed([deep, shallow, PLAIN]) > 0.97 * fixed
+
+
 def test_a_switch_waits_and_must_be_worth_it():
     gains = {DEEP: [4] * 50, SHALLOW: [3] * 50}
     seen = observed(gains, current=SHALLOW)
@@ -319,14 +357,13 @@ def test_what_was_switched_to_is_held_as_long():
 
 
 def test_what_is_not_known_is_tried_and_what_does_not_fit_is_left_out():
-    policy = GoodputPolicy(rough_cost, trials=2)
+    policy = GoodputPolicy(rough_cost, trials=2, hold=4)
     seen = observed({DEEP: [7] * 9, SHALLOW: [3], PLAIN: []})
-    assert policy(seen) is SHALLOW
-    seen.acceptance[SHALLOW].add([3])
-    assert policy(seen) is PLAIN
-    seen.acceptance[PLAIN].add([1])
-    seen.acceptance[PLAIN].add([1])
-    assert policy(seen) is DEEP
+    chosen = []
+    for _ in range(14):
+        chosen.append(policy(seen))
+        seen.acceptance[chosen[-1]].add([chosen[-1].num_steps + 1])
+    assert chosen == [PLAIN, *[DEEP] * 3, SHALLOW, *[DEEP] * 3, PLAIN, *[DEEP] * 5]
     tight = replace(seen, configs=(SHALLOW, PLAIN))
     assert policy(tight) is SHALLOW
     assert policy(seen) is DEEP, "what was chosen comes back"
