@@ -77,6 +77,16 @@ MODELS = {
     *("__init__.py", "registry.py", "utils.py", "llama.py", "llama_eagle.py", "llama_eagle3.py"),
     *("qwen2.py", "qwen3.py", "deepseek_common"),
 }
+# what SGLang imports and nothing here runs: progress in notebooks, speech, and DeepSeek's sparse
+# attention, which imports the CUTLASS DSL (200 MB); SGLang asks whether a backend is one of these
+STUBS = {
+    "IPython/__init__.py": "",
+    "IPython/display.py": "HTML = display = clear_output = lambda *a, **k: None\n",
+    "soundfile.py": "",
+    "sglang/srt/models/qwen3_asr.py": "class Qwen3ASRForConditionalGeneration:\n    pass\n",
+    "sglang/srt/layers/attention/dsa_backend.py": "class DeepseekSparseAttnBackend:\n    pass\n\n\n"
+    "class DeepseekSparseAttnMultiStepBackend:\n    pass\n",
+}
 # device images of FA3: its scheduler and merge, and head_dim 128 and 64 in bfloat16 without a cap
 FA3_IMAGES, FA3_KEPT = 372, {1, 2, 3, 4, 6, 8, 11, 63, 64, 66, 68, 71}
 SM90 = 90
@@ -243,29 +253,6 @@ def wheel(name: str, wheels: Path) -> Path:
     return download(f"{name}=={WHEELS[name]}", wheels)
 
 
-def stub_ipython(site: Path) -> None:
-    """SGLang imports it to show progress in notebooks."""
-    folder = site / "IPython"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("")
-    (folder / "display.py").write_text("HTML = display = clear_output = lambda *a, **k: None\n")
-
-
-def stub_soundfile(site: Path) -> None:
-    """SGLang's server imports it to decode speech."""
-    (site / "soundfile.py").write_text("")
-
-
-def stub_sparse_attention(site: Path) -> None:
-    """Stand in for DeepSeek's sparse attention, which imports the CUTLASS DSL (200 MB).
-
-    SGLang asks whether a backend is one of these before it captures draft extends.
-    """
-    names = "DeepseekSparseAttnBackend", "DeepseekSparseAttnMultiStepBackend"
-    path = site / "sglang" / "srt" / "layers" / "attention" / "dsa_backend.py"
-    path.write_text("\n\n".join(f"class {name}:\n    pass\n" for name in names))
-
-
 def build(site: Path, wheels: Path) -> None:
     """Compile what would be compiled at first use; headers come from the whole FlashInfer."""
     work = CACHE / "build"
@@ -343,9 +330,9 @@ def main() -> None:
     for requirement in NEEDS:
         unpack(download(requirement, wheels), site)
     sglang(site, wheels)
-    stub_ipython(site)
-    stub_soundfile(site)
-    stub_sparse_attention(site)
+    for name, text in STUBS.items():
+        (site / name).parent.mkdir(exist_ok=True)
+        (site / name).write_text(text)
     build(site, wheels)
     for folder in (*site.rglob("__pycache__"), *site.rglob("tests")):
         shutil.rmtree(folder, ignore_errors=True)
