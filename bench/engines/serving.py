@@ -1,7 +1,8 @@
 """SGLang's server under load, by SGLang's own bench: its EAGLE-3 beside our steps.
 
-Dummy weights of 8B and forced acceptance, as in `bench.engines`; prompts of random tokens. With
-``--pair`` it is the shipped pair, and nothing is forced.
+Dummy weights of 8B and forced acceptance, as in `bench.engines`; prompts of random tokens, and a
+tokenizer in which every id has a text, without which no token would be streamed. With ``--pair`` it
+is the shipped pair, and nothing is forced.
 
     python -m bench.engines.serving --out FOLDER
     python -m bench.engines.serving --table FOLDER/serving.jsonl
@@ -16,13 +17,14 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from bench.engines.cells import FUSED, Job, write_models
+from bench.engines.cells import FUSED, LLAMA_8B, Job, write_models
 from bench.engines.sglang_side import LAYERS, force, options
 from bench.shipped import PAIR
 
@@ -34,7 +36,7 @@ CLIENTS = (1, 8, 32, 64)
 PROMPT, ANSWER = 1024, 256
 # requests of each client, and the fewest of all
 EACH, FEWEST = 4, 16
-START_SECONDS = 300.0
+START_SECONDS, LOAD_SECONDS = 300.0, 180.0
 # batches whose decode is a graph, for every side alike
 BATCHES = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64]
 # the bench imports a package for data sets that it does not read here
@@ -81,8 +83,20 @@ def server_options(side: str, setting: str, models: tuple[Path, Path], *, pair: 
     found = options(job, models)
     del found["skip_tokenizer_init"]
     if not pair:
-        found |= {"cuda_graph_bs_decode": BATCHES, "tokenizer_path": str(PAIR / "target")}
+        found["cuda_graph_bs_decode"] = BATCHES
     return flags(found)
+
+
+def write_tokenizer(folder: Path, ids: int) -> None:
+    """Write a tokenizer in which every id is a word: its number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {str(token): token for token in range(ids)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @contextmanager
@@ -124,7 +138,7 @@ def load(address: str, model: Path, clients: int, sizes: tuple[int, int], out: P
         "backend": "sglang",
         "base_url": address,
         "model": model,
-        "tokenizer": PAIR / "target",
+        "tokenizer": model,
         "dataset_name": "random-ids",
         "random_input_len": sizes[0],
         "random_output_len": sizes[1],
@@ -136,7 +150,8 @@ def load(address: str, model: Path, clients: int, sizes: tuple[int, int], out: P
         "output_file": out,
         "seed": clients,
     }
-    subprocess.run([sys.executable, "-c", CLIENT, *flags(asked)], check=True, stdout=sys.stderr)
+    command = [sys.executable, "-c", CLIENT, *flags(asked)]
+    subprocess.run(command, check=True, stdout=sys.stderr, timeout=LOAD_SECONDS)
 
 
 def measure(side: str, options: argparse.Namespace, models: tuple[Path, Path]) -> None:
@@ -188,9 +203,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         models = PAIR / "target", PAIR / "draft"
     else:
         models = write_models(options.out / f"models-{LAYERS}", LAYERS)
+        write_tokenizer(models[0], LLAMA_8B["vocab_size"])
+    failed = []
     for side in options.sides:
-        measure(side, options, models)
-    main(["--table", str(options.out / "serving.jsonl")])
+        try:
+            measure(side, options, models)
+        except (RuntimeError, OSError, subprocess.SubprocessError):
+            traceback.print_exc()
+            failed.append(side)
+    if (found := options.out / "serving.jsonl").exists():
+        main(["--table", str(found)])
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig
 
 from bench.engines import cells, report, serving
 from bench.engines.cells import FUSED, OWN, PLACES, SETTINGS, STEPS, WARM, Job
@@ -263,6 +264,34 @@ def test_servers_get_the_same_options(tmp_path, monkeypatch):
 def test_flags_of_options():
     found = serving.flags({"one_two": 3, "on": True, "off": False, "many": [1, 2]})
     assert found == ["--one-two", "3", "--on", "--many", "1", "2"]
+
+
+def test_every_token_is_streamed(tmp_path):
+    """Each id adds text that nothing holds back, and any prompt has ids."""
+    serving.write_tokenizer(tmp_path, 300)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = [*range(299, -1, -1), 2, 2]
+    texts = [tokenizer.decode(ids[:count], skip_special_tokens=True) for count in range(303)]
+    assert all(after.startswith(text) for text, after in pairwise(texts))
+    assert all(after.endswith(str(token)) for token, after in zip(ids, texts[1:], strict=True))
+    assert tokenizer.encode(texts[-1]) == ids
+    assert tokenizer.encode("The capital of France")
+
+
+def test_a_side_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
+    line = dict.fromkeys(serving.COLUMNS, 2.0) | {"setting": "tree", "clients": 8}
+
+    def measure(side, options, models):
+        if side == "none":
+            raise RuntimeError("it did not start")
+        (options.out / "serving.jsonl").write_text(json.dumps(line | {"side": side}))
+
+    monkeypatch.setattr(serving, "measure", measure)
+    with pytest.raises(SystemExit, match="failed: none"):
+        serving.main(["--out", str(tmp_path), "--sides", "none", "fa3"])
+    out, err = capsys.readouterr()
+    assert "| tree | 8 | fa3 | 2.0 |" in out
+    assert "it did not start" in err
 
 
 def test_table_of_a_loaded_server():
