@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,26 +17,8 @@ OWN = "own"
 #: SGLang with whole steps of ours over its modules, and with forwards fused over its weights;
 #: prompts by its best backend.
 STEPS, FUSED = "steps", "fused"
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-DRAFT_VOCAB = 32000
+#: One of `bench.step_world.shapes`, and its longest context.
+MODEL, LONGEST = "Llama-3.1-8B", 131072
 
 
 @dataclass(frozen=True)
@@ -74,6 +56,10 @@ class Job:
     @property
     def name(self) -> str:
         return f"{self.kind}-{self.side}-{self.setting}"
+
+    def file(self, out: Path, ending: str) -> Path:
+        """Return one of its files in the folder ``out``."""
+        return out / f"{self.name}.{ending}"
 
     def room(self, gained: int) -> int:
         """Return the KV tokens of the largest place, with what its steps gain."""
@@ -128,14 +114,13 @@ def smoke_jobs() -> list[Job]:
 
 def write_models(folder: Path, layers: int) -> tuple[Path, Path]:
     """Write the configurations of a target and of its EAGLE-3 head; returns their folders."""
-    target = LLAMA_8B | {"num_hidden_layers": layers}
-    head = LLAMA_8B | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "draft_vocab_size": DRAFT_VOCAB,
-    }
+    from bench.step_world import shapes
+
+    shape = shapes(LONGEST, layers)[MODEL]
+    shape.draft.draft_vocab_size = shape.draft_vocab
     paths = folder / "target", folder / "head"
-    for path, config in zip(paths, (target, head), strict=True):
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(config))
+    architectures = "LlamaForCausalLM", "LlamaForCausalLMEagle3"
+    for path, config, name in zip(paths, (shape.target, shape.draft), architectures, strict=True):
+        config.architectures = [name]
+        config.save_pretrained(path)
     return paths

@@ -37,15 +37,15 @@ class Turn:
     def wait(self) -> None:
         """Say that the engine has started, and wait until nobody else measures."""
         self.start_seconds = round(time.time() - self.started, 1)
-        (self.out / f"{self.job.name}.ready").touch()
-        while not (self.out / f"{self.job.name}.go").exists():
+        self.job.file(self.out, "ready").touch()
+        while not self.job.file(self.out, "go").exists():
             time.sleep(PAUSE)
 
     def record(self, **found: Any) -> None:
         """Append a result."""
         line = {"kind": self.job.kind, "side": self.job.side, "setting": self.job.setting, **found}
         line["start_s"] = self.start_seconds
-        with (self.out / f"{self.job.name}.jsonl").open("a") as file:
+        with self.job.file(self.out, "jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def places(self) -> Iterator[tuple[int, int]]:
@@ -59,11 +59,11 @@ class Turn:
     def log_size(self) -> int:
         """Return where the log ends now."""
         sys.stdout.flush()
-        return os.stat(self.out / f"{self.job.name}.log").st_size
+        return self.job.file(self.out, "log").stat().st_size
 
     def log_since(self, at: int) -> str:
         """Return what was written to the log since."""
-        with (self.out / f"{self.job.name}.log").open("rb") as file:
+        with self.job.file(self.out, "log").open("rb") as file:
             file.seek(at)
             return file.read().decode(errors="replace")
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from bench.engines.cells import SETTINGS, WARM
+from bench.engines.cells import LONGEST, MODEL, SETTINGS, WARM
 from bench.engines.sglang_side import LAYERS, SHORT_LAYERS, random_prompts
 from bench.random_models import random_eagle3, random_target
 from bench.step_forced import Forced
@@ -88,7 +88,7 @@ def measure(engine: Engine, prompts: list[list[int]], steps: int, gained: int) -
 def run(turn: Turn) -> None:
     """Run the job of a process."""
     layers = LAYERS if turn.job.kind == "bench" else SHORT_LAYERS
-    shape = shapes(131072, layers)["Llama-3.1-8B"]
+    shape = shapes(LONGEST, layers)[MODEL]
     engine, _ = make(turn.job, shape, torch.device("cuda"), torch.bfloat16)
     turn.wait()
     gained = SETTINGS[turn.job.setting][3]

@@ -32,29 +32,19 @@ class Child:
     """
 
     def __init__(self, job: Job, out: Path, until: float, command: Sequence[str]) -> None:
-        self.job, self.out = job, out
+        self.job = job
+        self.ready, self.go = job.file(out, "ready"), job.file(out, "go")
+        self.results, self.printed = job.file(out, "jsonl"), job.file(out, "log")
         self.until = min(until, time.time() + job.seconds)
         for path in (self.ready, self.go, self.results):
             path.unlink(missing_ok=True)
-        self.log: TextIO = (out / f"{job.name}.log").open("w")
+        self.log: TextIO = self.printed.open("w")
         self.process = subprocess.Popen(
             [*command, job.to_json(), str(out), str(self.until)],
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-    @property
-    def ready(self) -> Path:
-        return self.out / f"{self.job.name}.ready"
-
-    @property
-    def go(self) -> Path:
-        return self.out / f"{self.job.name}.go"
-
-    @property
-    def results(self) -> Path:
-        return self.out / f"{self.job.name}.jsonl"
 
     @property
     def over(self) -> bool:
@@ -80,7 +70,7 @@ class Child:
 
     def tail(self) -> str:
         """Return the end of its log."""
-        lines = (self.out / f"{self.job.name}.log").read_text(errors="replace").splitlines()
+        lines = self.printed.read_text(errors="replace").splitlines()
         return "\n".join(lines[-SHOWN:])
 
 

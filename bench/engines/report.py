@@ -6,6 +6,8 @@ import json
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from bench.suite import tables
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -39,15 +41,12 @@ def table(lines: list[Line]) -> str:
     sides = [side for side in SIDES if any(side in cell for cell in cells.values())]
     ours = [side for side in OURS if side in sides]
     heads = [*(HEADS[side] for side in sides), *(f"best / {side}" for side in ours)]
-    rows = [
-        "| setting | batch x context | " + " | ".join(heads) + " |",
-        "|" + "---|" * (len(heads) + 2),
-    ]
+    rows = []
     for (setting, batch, context), cell in sorted(cells.items()):
         texts = [_cell(cell.get(side)) for side in sides]
-        row = [setting, f"{batch} x {context}", *texts, *(_gain(cell, side) for side in ours)]
-        rows.append("| " + " | ".join(row) + " |")
-    return "\n".join(rows)
+        gains = (_gain(cell, side) for side in ours)
+        rows.append([setting, f"{batch} x {context}", *texts, *gains])
+    return tables.table(["setting", "batch x context", *heads], rows)
 
 
 def _cell(line: Line | None) -> str:

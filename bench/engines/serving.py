@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from bench.engines.cells import FUSED, LLAMA_8B, Job, write_models
+from bench.engines.cells import FUSED, Job, write_models
 from bench.engines.sglang_side import LAYERS, force, options
 from bench.shipped import PAIR
+from bench.suite import tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -87,10 +88,11 @@ def server_options(side: str, setting: str, models: tuple[Path, Path], *, pair: 
     return flags(found)
 
 
-def write_tokenizer(folder: Path, ids: int) -> None:
-    """Write a tokenizer in which every id is a word: its number."""
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of a model in whose ``folder`` every id is a word: its number."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
+    ids = json.loads((folder / "config.json").read_text())["vocab_size"]
     words = {str(token): token for token in range(ids)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -173,13 +175,12 @@ def measure(side: str, options: argparse.Namespace, models: tuple[Path, Path]) -
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the measurements as Markdown."""
-    head = ["setting", "clients", "side", *COLUMNS.values()]
-    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for line in sorted(lines, key=lambda one: (one["setting"], one["clients"])):
-        texts = [f"{line[name]:.1f}" for name in COLUMNS]
-        row = [line["setting"], str(line["clients"]), line["side"], *texts]
-        rows.append("| " + " | ".join(row) + " |")
-    return "\n".join(rows)
+    rows = [
+        [line["setting"], str(line["clients"]), line["side"]]
+        + [f"{line[name]:.1f}" for name in COLUMNS]
+        for line in sorted(lines, key=lambda one: (one["setting"], one["clients"]))
+    ]
+    return tables.table(["setting", "clients", "side", *COLUMNS.values()], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -203,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         models = PAIR / "target", PAIR / "draft"
     else:
         models = write_models(options.out / f"models-{LAYERS}", LAYERS)
-        write_tokenizer(models[0], LLAMA_8B["vocab_size"])
+        write_tokenizer(models[0])
     failed = []
     for side in options.sides:
         try:

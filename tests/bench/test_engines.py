@@ -268,7 +268,8 @@ def test_flags_of_options():
 
 def test_every_token_is_streamed(tmp_path):
     """Each id adds text that nothing holds back, and any prompt has ids."""
-    serving.write_tokenizer(tmp_path, 300)
+    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
+    serving.write_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     ids = [*range(299, -1, -1), 2, 2]
     texts = [tokenizer.decode(ids[:count], skip_special_tokens=True) for count in range(303)]
