@@ -19,15 +19,14 @@ a token that the host has read, so no such step is launched ahead, and the round
 from __future__ import annotations
 
 import argparse
-import gc
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench import step_blocks
+from bench.lines import free
 from bench.step_oracle import check
 from bench.step_timing import Stepper, check_advance, launched, timed, traced
 from bench.step_world import HOST, PLAIN, SETTINGS, Setting, World, shapes
@@ -44,33 +43,30 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parent / "results"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a kind of drafts is measured with, unless the command line says otherwise.
-
-    Parameters
-    ----------
-    models, batch, context : str
-        As the options have them.
-    fits : int
-        Tokens of context whose keys and values fit beside the weights.
-    out : str
-        The record's name.
-    """
-
-    models: str
-    batch: str
-    context: str
-    fits: int
-    out: str
-
-
-KINDS = {
-    "eagle3": Kind(
-        "Llama-3.1-8B,Qwen3-8B", "1,4,16,64", "1024,4096,32768", 16 * 32768, "step_h200.json"
-    ),
-    "dflash": Kind("Llama-3.1-8B", "1,4,16", "4096,32768", 64 * 1024, "step_dflash.json"),
-    "host": Kind("Llama-3.1-8B", "1,16", "4096", 64 * 1024, "step_host.json"),
+#: By the kind of drafts, what is measured unless the command line says otherwise, and how many
+#: tokens of context have keys and values that fit beside the weights.
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle3": {
+        "models": "Llama-3.1-8B,Qwen3-8B",
+        "batch": "1,4,16,64",
+        "context": "1024,4096,32768",
+        "fits": 16 * 32768,
+        "out": RESULTS / "step_h200.json",
+    },
+    "dflash": {
+        "models": "Llama-3.1-8B",
+        "batch": "1,4,16",
+        "context": "4096,32768",
+        "fits": 64 * 1024,
+        "out": RESULTS / "step_dflash.json",
+    },
+    "host": {
+        "models": "Llama-3.1-8B",
+        "batch": "1,16",
+        "context": "4096",
+        "fits": 64 * 1024,
+        "out": RESULTS / "step_host.json",
+    },
 }
 
 
@@ -191,13 +187,6 @@ def run(
             free()
 
 
-def free() -> None:
-    """Give the device's memory back."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def compile_share(options: argparse.Namespace, world: Callable[..., World]) -> None:
     """Run every I-th of N of all settings and buckets once, on short models."""
     index, count = map(int, options.compile.split("/"))
@@ -242,18 +231,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", metavar="I/N")
     parser.add_argument("--commit", help="what the results call this version")
     parser.add_argument("--out", type=Path)
+    parser.set_defaults(**KINDS[parser.parse_args().drafts])
     options = parser.parse_args()
-    kind = KINDS[options.drafts]
-    for name in ("models", "batch", "context"):
-        if getattr(options, name) is None:
-            setattr(options, name, getattr(kind, name))
     known = shapes(1)
     for name in options.models.split(","):
         if name not in known:
             parser.error(f"--models: {name!r} is none of {', '.join(known)}")
     numbers = (list(map(int, text.split(","))) for text in (options.batch, options.context))
-    options.places = places(*numbers, kind.fits)
-    options.out = options.out or RESULTS / kind.out
+    options.places = places(*numbers, options.fits)
     return options
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -148,15 +148,7 @@ class Forced:
 class Watched(Forced):
     """One that also keeps what it saw; for eager steps."""
 
-    def __call__(
-        self,
-        tree: DraftTree,
-        logits: Tensor,
-        seq_lens: Tensor,
-        config: SpecConfig,
-        sampling: SamplingBatch,
-        out: AcceptResult,
-    ) -> AcceptResult:
+    def __call__(self, tree: DraftTree, logits: Tensor, *more: Any, **named: Any) -> AcceptResult:
         """Write ``out``."""
         self.seen = tree.tokens.clone(), tree.positions.clone(), tree.words.clone(), logits.clone()
-        return super().__call__(tree, logits, seq_lens, config, sampling, out)
+        return super().__call__(tree, logits, *more, **named)

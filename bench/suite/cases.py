@@ -73,10 +73,6 @@ class Case:
     def v_dim(self) -> int:
         return 512 if self.latent else self.head_dim
 
-    @property
-    def causal(self) -> bool:
-        return self.mode not in ("tree", "draft")
-
     def accepted(self) -> list[int]:
         """Query tokens of every request that somebody reads."""
         if self.mode != "extend":
@@ -212,16 +208,8 @@ def make(name: str, **more: Any) -> Case:
     return Case(mode, lengths(size), numbers[-1], **more)
 
 
-def with_page(case: Case, size: int) -> Case:
-    return replace(case, page_size=size)
-
-
 def float8(case: Case) -> Case:
     return replace(case, stored="float8_e4m3fn")
-
-
-def sinks(case: Case) -> Case:
-    return replace(case, sinks=True)
 
 
 def fixed(case: Case) -> Case:

@@ -63,13 +63,11 @@ def faster(parts: Iterable[PartFound]) -> list[dict[str, Any]]:
 
 def stored(parts: Iterable[PartFound]) -> dict[str, str]:
     """Return what `fastest.float8_gains` says, by head size."""
-    found: dict[str, tuple[list[str], ...]] = {}
-    for (head_dim, q_len, gains), points in in_float8(parts).items():
-        tokens, ratios, cards = zip(*points, strict=True)
+    found: dict[str, tuple[list[str], list[str], list[str]]] = {}
+    for head_dim, q_len, tokens, gains, cards in in_float8(parts):
         slower, faster, measured = found.setdefault(str(head_dim), ([], [], []))
-        (faster if gains else slower).append(
-            f"{q_len} over {span(tokens, '{:,}')} ({span(ratios)})"
-        )
+        cells = faster if min(gains) > 1 else slower
+        cells.append(f"{q_len} over {tokens} ({span(gains)})")
         measured += cards
     return {
         head_dim: "against bfloat16, by query tokens of a request over cached tokens of the batch: "
@@ -81,20 +79,22 @@ def stored(parts: Iterable[PartFound]) -> dict[str, str]:
 
 def in_float8(
     parts: Iterable[PartFound],
-) -> dict[tuple[int, int, bool], list[tuple[int, float, str]]]:
-    """Return tokens of the batch, gain over bfloat16 and card of cells that were timed in both.
+) -> Iterator[tuple[int, int, str, tuple[float, ...], tuple[str, ...]]]:
+    """Yield what float8 gains over bfloat16, where cells were timed in both.
 
-    They are sorted by head size, query tokens of a request, and whether they gain.
+    It is head size, query tokens of a request, cached tokens of the batch, gains and cards. Cells
+    that gain are apart from those that lose.
     """
     found: dict[tuple[int, int, bool], list[tuple[int, float, str]]] = {}
     for part in parts:
         for cell in part.cells:
-            wide, case = cell.variants.get("bfloat16"), cell.case
-            if cell.own and wide:
+            if cell.own and (wide := cell.variants.get("bfloat16")):
                 gain = wide.us / cell.own.us
-                key = (case["head_dim"], case["q_len"], gain > 1)
-                found.setdefault(key, []).append((case["tokens"], gain, said(part)))
-    return dict(sorted(found.items()))
+                key = (cell.case["head_dim"], cell.case["q_len"], gain > 1)
+                found.setdefault(key, []).append((cell.case["tokens"], gain, said(part)))
+    for (head_dim, q_len, _), cells in sorted(found.items()):
+        tokens, gains, cards = zip(*cells, strict=True)
+        yield head_dim, q_len, span(tokens, "{:,}"), gains, cards
 
 
 def span(values: Sequence[float], form: str = "{:.2f}x") -> str:
@@ -109,12 +109,11 @@ def said(part: PartFound) -> str:
 
 def shown_float8(parts: Iterable[PartFound]) -> str:
     """Return what float8 gains as a table."""
-    rows = []
-    for capability, of_device in by_capability(parts).items():
-        for (head_dim, q_len, _), points in in_float8(of_device).items():
-            tokens, ratios, _ = zip(*points, strict=True)
-            numbers = span(tokens, "{:,}"), f"**{span(ratios)}**", len(points)
-            rows.append([capability, *map(str, (head_dim, q_len, *numbers))])
+    rows = [
+        [capability, str(head_dim), str(q_len), tokens, f"**{span(gains)}**", str(len(gains))]
+        for capability, found in by_capability(parts).items()
+        for head_dim, q_len, tokens, gains, _ in in_float8(found)
+    ]
     head = ["capability", "heads of", "query tokens a request", "cached tokens, all requests"]
     return table([*head, "speed over bfloat16", "cells"], rows)
 
@@ -137,17 +136,8 @@ def shown(parts: Iterable[PartFound]) -> str:
         for capability, found in by_capability(parts).items()
         for one in faster(found)
     ]
-    head = [
-        "capability",
-        "forwards",
-        "layers",
-        "of",
-        "page size",
-        "taken",
-        "gain",
-        "worst",
-        "cells",
-    ]
+    head = ["capability", "forwards", "layers", "of", "page size", "taken"]
+    head += ["gain", "worst", "cells"]
     return table(head, rows)
 
 

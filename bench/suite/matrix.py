@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .cases import Case, Cell, Part, fixed, float8, make, mla, sinks, with_page
+from .cases import Case, Cell, Part, fixed, float8, make, mla
 
 #: Names of the quick set's cells.
 QUICK = (
@@ -84,7 +84,7 @@ def _pages() -> list[Cell]:
     )
     large += _named("8 x 32k tree 4-3-8", heads=(8, 1))
     sized = [(case, size) for case in both for size in (16, 64)] + [(case, 64) for case in large]
-    return [_auto(Cell(with_page(case, size), (("page 1", case),))) for case, size in sized]
+    return [_auto(Cell(replace(case, page_size=size), (("page 1", case),))) for case, size in sized]
 
 
 def _auto(cell: Cell) -> Cell:
@@ -239,7 +239,9 @@ def _sinks() -> list[Cell]:
         names = "32 x 4k decode; 8 x 8k tree 4-5-16; 64 x 4k tree 4-5-16"
         cases += _named(names, window_left=window, **oss)
     return [
-        Cell(case, (("sinks", sinks(case)),), peers=False, title=f"{case.name}, sinks")
+        Cell(
+            case, (("sinks", replace(case, sinks=True)),), peers=False, title=f"{case.name}, sinks"
+        )
         for case in cases
     ]
 

@@ -11,14 +11,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from . import (
-    acceptance,
-    choices,
-    host_trees,
-    steps,
-    summary,
-    tables,
-)
+from . import acceptance, choices, steps, summary, tables
 from . import blocks as drafted
 from .results import read
 
@@ -102,16 +95,16 @@ def rendered(page: str, folder: Path, parts: list[PartFound]) -> str:
 def blocks(folder: Path, parts: list[PartFound]) -> dict[str, str]:
     """Return the text of every name."""
     results = folder.parent
-    modules = {
-        "steps": steps,
-        "dflash": drafted,
-        "acceptance": acceptance,
-        "host": host_trees,
+    records = {
+        "steps": (steps.RECORD, steps.shown),
+        "dflash": (drafted.RECORD, drafted.shown),
+        "acceptance": (acceptance.RECORD, acceptance.shown),
+        "host": (steps.HOST_RECORD, steps.shown_host),
     }
     found = {
-        name: module.shown(results)
-        for name, module in modules.items()
-        if (results / module.RECORD).exists()
+        name: shown(results)
+        for name, (record, shown) in records.items()
+        if (results / record).exists()
     }
     if not parts:
         return found

@@ -1,4 +1,9 @@
-"""Running parts: roofs, then cell after cell; every result is written as soon as it is there."""
+"""Running parts: roofs, then cell after cell; every result is written as soon as it is there.
+
+Kernels are compiled ahead: several processes fill Triton's cache before anything is timed. A kernel
+is compiled for the values it is called with (the divisibility of strides among them), so the only
+sure way is to make the very calls, each process its share of them.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import results, roofs, timing
-from .batch import Arena
+from .batch import Arena, Batch
 from .entry import Entry
 from .machine import machine
 from .peers import PEERS, own
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from .cases import Case, Cell, Part
@@ -195,6 +200,24 @@ class Runner:
         except Exception as problem:
             raise DeviceLost(name, cell.name) from problem
         return entry
+
+
+def compile_share(cells: Iterable[Cell], index: int, count: int) -> int:
+    """Make this process's share of the calls, for their kernels; return how many failed."""
+    arena = Arena(torch.device("cuda"), only_one=True)
+    failed = 0
+    for case in [case for cell in cells for case in cell.cases][index::count]:
+        try:
+            arena.reserve([case])
+            contestant = own(case)(Batch(case, arena))
+            contestant.plan()
+            contestant.run(0)
+            torch.cuda.synchronize()
+        # the run itself reports it
+        except Exception:
+            traceback.print_exc()
+            failed += 1
+    return failed
 
 
 def describe(case: Case) -> dict[str, Any]:

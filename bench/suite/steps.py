@@ -1,4 +1,4 @@
-"""What the record of `bench.step` says about whole steps at the real size."""
+"""What the records of `bench.step` say about whole steps at the real size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-RECORD = "step_h200.json"
+RECORD, HOST_RECORD = "step_h200.json", "step_host.json"
 PLAIN, HELD = "plain", "tree 4-5-16"
 #: The batch and context whose time is held to its bytes.
 PLACE = (1, 4096)
@@ -72,6 +72,23 @@ def shown(results: Path) -> str:
             f"{MODEL} against plain decoding, batch 1, at tokens per step measured elsewhere:",
             gains([cell for cell in cells if place(cell) in ENDS]),
         ]
+    )
+
+
+def shown_host(results: Path) -> str:
+    """Return, of trees that the host drafts, steps of the device alone, round trips, and waits."""
+    found = json.loads((results / HOST_RECORD).read_text())
+    body = []
+    for cell in (cell for cell in found["cells"] if cell["steps"]):
+        device, trip = cell["us"], cell["round_trip_us"]
+        waits = trip - device
+        spans = (f"{us / 1e3:.2f}" for us in (device, trip, waits))
+        body.append([place(cell), str(cell["nodes"]), *spans, tables.percent(waits / trip)])
+    head = ["batch x context", "nodes", "step, ms", "round trip, ms", "device waits, ms", "of it"]
+    return (
+        f"{found['model']}, trees that are at hand: the step by itself, and from handing trees "
+        f"over to reading tokens. {tables.versions(found['machine'])}.\n\n"
+        f"{tables.table(head, body)}"
     )
 
 

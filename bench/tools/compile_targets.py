@@ -210,10 +210,8 @@ def of_attention(target: int, *, gluon: bool = False) -> list[Launch]:
 
 def _latent_prompt() -> None:
     """Launch prompts of latent attention, which no cell has."""
-    q, cache = (
-        torch.zeros(64, 16, 576, dtype=torch.bfloat16),
-        torch.zeros(CONTEXT, 1, 576).bfloat16(),
-    )
+    q = torch.zeros(64, 16, 576, dtype=torch.bfloat16)
+    cache = torch.zeros(CONTEXT, 1, 576, dtype=torch.bfloat16)
     lens = torch.zeros(3, dtype=torch.int32)
     mla_extend(
         q,

@@ -19,7 +19,7 @@ import torch
 
 from bench.suite import oracle, roofs, timing
 from bench.suite.batch import Arena, Batch
-from bench.suite.cases import Case, make
+from bench.suite.cases import Case, K, make
 from bench.suite.entry import Entry
 from bench.suite.machine import machine
 from bench.suite.peers import own
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bench.suite.peers.base import Contestant
-
-K = 1024
 
 
 @dataclass(frozen=True)

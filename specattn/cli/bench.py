@@ -83,7 +83,7 @@ def bench(
     if shard:
         index, count = map(int, shard.split("/"))
         cells = [cell for one in chosen for cell in one.cells]
-        raise typer.Exit(1 if _suite("warm").work(cells, index, count) else 0)
+        raise typer.Exit(1 if _suite("run").compile_share(cells, index, count) else 0)
     _warm(workers)
     options = {"rounds": rounds, "commit": commit, "skip": skip or []}
     runner = _suite("run").Runner(folder, log=_log, resume=resume, **options)

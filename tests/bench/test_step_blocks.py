@@ -14,7 +14,7 @@ from bench.step_oracle import check
 from bench.step_timing import Stepper, check_advance
 from bench.step_world import PLAIN, Setting, Shape
 from bench.suite import blocks as report
-from bench.suite import host_trees
+from bench.suite import steps
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -113,7 +113,7 @@ def test_the_table_says_how_long_the_device_waits(tmp_path):
     machine = {"device": "A GPU", "torch": "2.11.0", "cuda": "13.0", "triton": "3.6.0"}
     cells = [cell, cell | {"steps": 0, "nodes": 1}]
     record = {"machine": machine, "model": "Llama-3.1-8B", "cells": cells}
-    (tmp_path / host_trees.RECORD).write_text(json.dumps(record))
-    text = host_trees.shown(tmp_path)
+    (tmp_path / steps.HOST_RECORD).write_text(json.dumps(record))
+    text = steps.shown_host(tmp_path)
     assert "| 16 x 4k | 64 | 8.00 | 8.60 | 0.60 | 7.0 % |" in text
     assert "| 1 |" not in text

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench.suite import cases, matrix, trees, warm
+from bench.suite import cases, matrix, run, trees
 from bench.suite.batch import Arena, Batch
 from bench.suite.peers.base import ancestor_lists, branch_lists, full_mask
 from specattn.cli.app import app
@@ -102,9 +102,11 @@ def test_every_case_is_compiled_once(monkeypatch):
         made.append(case.name)
         raise ArithmeticError
 
-    monkeypatch.setattr(warm, "Arena", lambda *_, **__: SimpleNamespace(reserve=lambda _: None))
-    monkeypatch.setattr(warm, "Batch", batch)
-    assert sum(warm.work(cells, at, 5) for at in range(5)) == len(made), "failures are counted"
+    monkeypatch.setattr(run, "Arena", lambda *_, **__: SimpleNamespace(reserve=lambda _: None))
+    monkeypatch.setattr(run, "Batch", batch)
+    assert sum(run.compile_share(cells, at, 5) for at in range(5)) == len(made), (
+        "failures are counted"
+    )
     assert sorted(made) == sorted(case.name for cell in cells for case in cell.cases)
 
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .fa3 import Fa3, Fa3Ahead, Fa3Tree
-from .flashinfer import (
-    FlashInferCascade,
-    FlashInferCausal,
-    FlashInferDecode,
-    FlashInferMask,
-)
+from .flashinfer import FlashInferCascade, FlashInferCausal, FlashInferDecode, FlashInferMask
 from .latent import Fa3Latent, FlashInferMla, FlashMla
 from .ours import Ours, OursAuto, OursPrompt
 from .xqa import Xqa
