@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from bench.suite.machine import machine
 from bench.suite.results import write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from bench.step_world import Shape
 
@@ -74,11 +75,6 @@ def settings_of(options: argparse.Namespace) -> list[Setting]:
     """Return what is measured, plain decoding first."""
     found = {"dflash": step_blocks.SETTINGS, "host": HOST}.get(options.drafts, SETTINGS)
     return [PLAIN, *(setting for setting in found if options.settings in setting.name)]
-
-
-def places(batches: Sequence[int], contexts: Sequence[int], fits: int) -> list[Any]:
-    """Return every batch and context, and whether it fits."""
-    return [(b, c, b * c <= fits) for b in batches for c in contexts]
 
 
 def rooms(cells: list[Any]) -> list[int]:
@@ -237,8 +233,9 @@ def arguments() -> argparse.Namespace:
     for name in options.models.split(","):
         if name not in known:
             parser.error(f"--models: {name!r} is none of {', '.join(known)}")
-    numbers = (list(map(int, text.split(","))) for text in (options.batch, options.context))
-    options.places = places(*numbers, options.fits)
+    batches, contexts = (map(int, text.split(",")) for text in (options.batch, options.context))
+    # and whether they fit
+    options.places = [(b, c, b * c <= options.fits) for b, c in product(batches, contexts)]
     return options
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from bench.step_forced import Forced
     from specattn.speculative.step_decoder import PendingStep, StepDecoder
@@ -47,7 +47,7 @@ class Stepper:
         self, decoder: StepDecoder, rows: list[int], accept: Forced, **options: Any
     ) -> None:
         self.decoder, self.rows, self.accept = decoder, rows, accept
-        self._launch = partial(decoder.step_async, rows, **options)
+        self.launch: Callable[[], PendingStep] = partial(decoder.step_async, rows, **options)
         self.lens = decoder.states.seq_lens.clone()
         self.length = 1
         # steps that gained less, and trees so far that could not give more, by place
@@ -64,10 +64,6 @@ class Stepper:
     def reset(self) -> None:
         """Put lengths back."""
         self.decoder.states.seq_lens.copy_(self.lens)
-
-    def launch(self) -> PendingStep:
-        """Launch a step."""
-        return self._launch()
 
     def step(self) -> None:
         """Launch a step, then wait for the one before, so that the device never waits."""

@@ -28,12 +28,7 @@ from bench.suite.peers.flashinfer import FlashInferCascade
 from bench.suite.peers.ours import Ours
 from bench.suite.results import write
 from bench.suite.run import BUDGET_US
-from specattn.kernels.attention.tiles import (
-    SHARE_FROM,
-    GluonTile,
-    gluon_tile_config,
-    tile_config,
-)
+from specattn.kernels.attention.tiles import SHARE_FROM, GluonTile, gluon_tile_config, tile_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
