@@ -189,7 +189,7 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path, kind):
     monkeypatch.setattr(
         step if kind != "dflash" else step.step_blocks,
         made.__name__,
-        lambda *given: made(shape, [40, 8], CPU, torch.float32, "torch_native", **block),
+        lambda *given, **named: made(shape, [40, 8], CPU, torch.float32, "torch_native", **block),
     )
     monkeypatch.setattr(step, "shapes", lambda *_: {"tiny": shape})
     monkeypatch.setattr(step, "machine", lambda commit: {"device": "A GPU", "commit": commit})
