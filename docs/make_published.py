@@ -1,7 +1,7 @@
 """Write docs/published.md and its pictures from the records of `python -m bench.published`.
 
-They lie in ``bench/results``: ``published_*.json``, of which ``published_pair.json`` is the shipped
-pair's, and ``heads_*.json``, what `bench.tools.train_heads` wrote beside the heads.
+They lie in ``bench/results``: ``published_*.json``; ``heads_*.json``, what
+`bench.tools.train_heads` wrote beside the heads; and ``acceptance.json``, of the shipped pair.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ first, middle and last draft step, on texts held out; tokens per step are those 
 ```
 """
 OURS, INSIDE = "specattn", ("transformers", "custom_generate")
-PAIR = "published_pair"
+PAIR = "acceptance.json"
 PLAIN, ADAPTIVE, NO_TREE = "plain", "adaptive", "no tree"
 #: Names of what drafts.
 DRAFTS = {
@@ -173,12 +173,7 @@ class Measured:
     @property
     def title(self) -> str:
         """What its target is called."""
-        return "The shipped pair" if self.is_pair else title(self.record["target"])
-
-    @property
-    def is_pair(self) -> bool:
-        """Whether it is the shipped pair's."""
-        return self.path.stem.startswith(PAIR)
+        return title(self.record["target"])
 
     @property
     def on_gpu(self) -> bool:
@@ -242,17 +237,25 @@ class Measured:
         return {one: line["tokens_per_second"] / base for one, line in lines.items()}
 
 
-def read(results: Path) -> tuple[list[list[Measured]], Measured | None]:
-    """Return the records of every target, the one to show first, and the shipped pair's."""
+def read(results: Path) -> list[list[Measured]]:
+    """Return the records of every target, the one to show first."""
     paths = sorted(results.glob("published_*.json"))
     runs = [Measured(path, json.loads(path.read_text())) for path in paths]
     runs = sorted((run for run in runs if run.lines), key=lambda run: run.weight, reverse=True)
-    pair = next((run for run in runs if run.is_pair), None)
     targets: dict[str, list[Measured]] = {}
     for run in runs:
-        if not run.is_pair:
-            targets.setdefault(run.title, []).append(run)
-    return [targets[name] for name in sorted(targets)], pair
+        targets.setdefault(run.title, []).append(run)
+    return [targets[name] for name in sorted(targets)]
+
+
+def of_the_pair(results: Path) -> dict[float, dict[Setting, float]]:
+    """Return the shipped pair's tokens per step of settings, by temperature."""
+    found: dict[float, dict[Setting, float]] = {}
+    if (path := results / PAIR).exists():
+        for line in json.loads(path.read_text())["results"]:
+            gains = found.setdefault(line["temperature"], {})
+            gains[line["draft"], line["tree"]] = line["accepted_per_step"]
+    return found
 
 
 def best(values: dict[Setting, float]) -> dict[str, tuple[str, float]]:
@@ -300,7 +303,7 @@ def alike(ours: dict[Setting, float], theirs: dict[Setting, float]) -> str:
     same = sum((ours[a] > ours[b]) == (theirs[a] > theirs[b]) for a, b in pairs)
     return (
         f" Of {len(pairs)} pairs of settings that both models ran, {same} rank the same way by "
-        "tokens per step with the shipped pair."
+        "tokens per step with the [shipped pair](pair.md), on its own texts."
     )
 
 
@@ -330,7 +333,7 @@ def in_short(targets: list[list[Measured]]) -> str:
     return f"\n## In short\n\n{says}\n\n{table(head, rows)}" if runs else ""
 
 
-def settings(run: Measured, pair: Measured | None, temperature: float) -> str:
+def settings(run: Measured, pair: dict[float, dict[Setting, float]], temperature: float) -> str:
     """Return the best tree of every draft, ranked, and where trees win."""
     gains, said = run.gains(temperature), ""
     values = {}
@@ -338,9 +341,8 @@ def settings(run: Measured, pair: Measured | None, temperature: float) -> str:
         values[f"{batch} at once"] = run.speeds(temperature, batch)
     columns = {name: speed_cells(one) for name, one in values.items()}
     values["tokens per step"] = gains
-    if pair is not None:
-        theirs = pair.gains(temperature)
-        shared = {one: value for one, value in theirs.items() if one in gains}
+    if temperature in pair:
+        shared = {one: value for one, value in pair[temperature].items() if one in gains}
         values["of the shipped pair"] = shared
         said = alike(gains, shared)
     columns |= {
@@ -598,7 +600,7 @@ def measured(run: Measured) -> str:
     )
 
 
-def section(runs: list[Measured], pair: Measured | None) -> str:
+def section(runs: list[Measured], pair: dict[float, dict[Setting, float]]) -> str:
     """Return what the records of a target say in short."""
     run, *others = runs
     heads = ", ".join(
@@ -629,10 +631,9 @@ def command(words: Iterable[str]) -> str:
 def published_command(run: Measured) -> str:
     """Return the command that wrote a record."""
     record = run.record
-    folder = "specattn/pair/" if run.is_pair else ""
-    words = ["python -m bench.published", f"--target {folder}{record['target']}"]
+    words = ["python -m bench.published", f"--target {record['target']}"]
     names = {"model": "draft", "eagle3": "eagle3", "dflash": "dflash"}
-    words += [f"--{names[kind]} {folder}{record[kind]}" for kind in KINDS if record.get(kind)]
+    words += [f"--{names[kind]} {record[kind]}" for kind in KINDS if record.get(kind)]
     kinds = dict.fromkeys(line["draft"] for line in run.lines if line["draft"] != PLAIN)
     words += ["--problems HumanEval.jsonl.gz", f"--kinds {' '.join(kinds)}"]
     if set(run.batches) != BATCHES:
@@ -645,14 +646,14 @@ def published_command(run: Measured) -> str:
     return command([*words, f"--out bench/results/{run.path.name}"])
 
 
-def got(targets: list[list[Measured]], pair: Measured | None) -> str:
+def got(targets: list[list[Measured]]) -> str:
     """Return where the models are from, and the commands."""
     runs = [run for target in targets for run in target]
     names = {
         model(run.record[kind]) for run in runs for kind in ("target", "model") if run.record[kind]
     }
     rows = [[*MODELS[key][:2], f"`{MODELS[key][2]}`", f"`{key}`"] for key in MODELS if key in names]
-    commands = [published_command(run) for run in [*runs, *([pair] if pair else [])]]
+    commands = [published_command(run) for run in runs]
     head = ["model", "file", "its SHA-256 begins", "in commands"]
     return GOT.format(table=table(head, rows), commands="\n".join(commands))
 
@@ -711,18 +712,18 @@ def heads(results: Path) -> str:
 
 def page(results: Path = RESULTS) -> str:
     """Return the page of a folder of records."""
-    targets, pair = read(results)
+    targets, pair = read(results), of_the_pair(results)
     found = HEAD + in_short(targets) + "".join(section(runs, pair) for runs in targets)
-    found += got(targets, pair) + heads(results) + "\n## Every setting\n"
+    found += got(targets) + heads(results) + "\n## Every setting\n"
     for run, *_ in targets:
         found += acceptance(run) + (speed(run) if run.on_gpu else "")
-    return found + (acceptance(pair) if pair else "")
+    return found
 
 
 def main() -> None:
     """Write the page and its pictures, and remove pictures of records that are gone."""
     (DOCS / "published.md").write_text(page())
-    made = pictures(read(RESULTS)[0])
+    made = pictures(read(RESULTS))
     for path in IMAGES.glob("published_*.svg"):
         if path.name not in made:
             path.unlink()

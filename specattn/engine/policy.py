@@ -50,7 +50,10 @@ class Acceptance:
                 self.reached[depth] += sign
 
     def timed(self, bucket: int, seconds: float | None, sign: int = 1) -> None:
-        """Note how long a step took, if known; ``sign`` -1 drops the oldest of several."""
+        """Note a step's time, if known.
+
+        ``sign`` -1 drops the oldest of several.
+        """
         if seconds is None:
             return
         times = self._times.setdefault(bucket, deque())
@@ -71,9 +74,9 @@ class Acceptance:
         return tuple(count / counted for count in self.reached[1:])
 
     def seconds(self, bucket: int) -> float | None:
-        """Return the median time of a bucket's last steps in the window, None without any.
+        """Return the median time of a bucket's last steps, None without any.
 
-        If all have left, the latest to do so is kept.
+        They are of the window. If all have left it, the latest to do so is kept.
         """
         times = self._times.get(bucket)
         # of two the shorter: what disturbs a step makes it longer
