@@ -51,6 +51,7 @@ HEADS = """
 They are of our own, trained on texts that the target wrote
 ([how](published_model.md#a-head-for-your-target)). Agreement with the target is that of the
 first, middle and last draft step, on texts held out; tokens per step are those of a chain there.
+Seeds in braces were a run each, side by side, whose parts were numbered on into one folder.
 
 {table}
 ```
@@ -664,9 +665,12 @@ def head_commands(record: dict[str, Any]) -> list[str]:
     texts = Path(arguments["texts"]).name
     begin = "python -m bench.tools.train_heads"
     minutes = sum(part["seconds"] for part in written["parts"]) / 60
+    # several runs at once, whose parts were put into one folder
+    seeds = written["seed"] if isinstance(written["seed"], list) else [written["seed"]]
+    seed = str(seeds[0]) if len(seeds) == 1 else f"{{{','.join(map(str, seeds))}}}"
     words = [f"{begin} texts", f"--target {written['target']}", f"--out {texts}"]
-    words.append(f"--minutes {minutes:.1f}")
-    words += [f"--{name} {written[name]}" for name in ("seed", "length", "part", "chats")]
+    words += [f"--minutes {minutes / len(seeds):.1f}", f"--seed {seed}"]
+    words += [f"--{name} {written[name]}" for name in ("length", "part", "chats")]
     words.append(f"--temperatures {' '.join(f'{at:g}' for at in written['temperatures'])}")
     if written.get("left_out"):
         words.append(f"--leave-out {' '.join(written['left_out'])}")
