@@ -50,6 +50,7 @@ def store_kv(
         return
     if on_triton(k):
         (tokens, heads, k_dim), v_dim = k.shape, v.shape[-1]
+        q_len, stride_slot = rows_of_slots(slots)
         launch.store_kernel[(tokens,)](
             (k, *k.stride()[:2]),
             (v, *v.stride()[:2]),
@@ -58,8 +59,8 @@ def store_kv(
             slots,
             1 / k_scale,
             1 / v_scale,
-            slots.stride(0),
-            Q_LEN=slots.shape[1],
+            stride_slot,
+            Q_LEN=q_len,
             K_DIM=k_dim,
             V_DIM=v_dim,
             K_SIZE=heads * k_dim,
@@ -73,6 +74,16 @@ def store_kv(
     for new, scale, cache in ((k, k_scale, k_cache), (v, v_scale, v_cache)):
         # float8 has no index_copy_
         cache[index[kept]] = _as_stored(new[kept], scale, cache.dtype)
+
+
+def rows_of_slots(slots: Tensor) -> tuple[int, int]:
+    """Return how long rows of slots ``[B, q]`` are, and their stride.
+
+    The length is a constant of kernels. Slots that lie one after another are rows of one: prompts
+    come in any number of tokens, and a kernel would be compiled for each.
+    """
+    q_len, strides = slots.shape[1], slots.stride()
+    return (1, 1) if strides == (q_len, 1) else (q_len, strides[0])
 
 
 def commit_kv(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.cache import store_kv
+from specattn.kernels.cache import rows_of_slots, store_kv
 from specattn.kernels.launch import cdiv, launch_options, power_of_2
 
 launch = TritonModule("specattn.kernels.fused.triton")
@@ -259,7 +259,7 @@ def qk_norm_rope_store_kv(
         # a program's heads are all queries, all keys or all values
         heads = next(n for n in (4, 2, 1) if q_heads % n == 0 and kv_heads % n == 0)
         q_weight, k_weight = rotation.norms or (None, None)
-        q_len, stride_slot = (1, 0) if slots is None else (slots.shape[1], slots.stride(0))
+        q_len, stride_slot = (1, 0) if slots is None else rows_of_slots(slots)
         launch.qk_norm_rope_store_kernel[count, (q_heads + 2 * kv_heads) // heads](
             partials,
             (positions, rotation.table, len(rotation.table) - 1, slots, stride_slot),

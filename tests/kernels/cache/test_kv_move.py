@@ -104,12 +104,13 @@ def test_slots_below_zero_are_neither_read_nor_written(implementation):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("stored", [torch.float32, torch.float8_e4m3fn])
-def test_a_store_skips_slots_below_zero(implementation, dtype, stored):
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_store_skips_slots_below_zero(implementation, dtype, stored, dense):
     """Engines pad with -1; what is not written keeps its NaN, before the first slot, too."""
     whole = torch.full((2, 14, 2, 8), torch.nan, device=DEVICE).to(stored)
     k_cache, v_cache = whole[0, 4:], whole[1, 4:, :, :5]
     wide = torch.tensor([[3, -1, 9, 0], [-2, 7, -1, 0]], dtype=dtype, device=DEVICE)
-    slots = wide[:, :3]
+    slots = wide[:, :3].contiguous() if dense else wide[:, :3]
     # numbers that float8 has
     k, v = (torch.randint(-8, 9, (6, 2, size), device=DEVICE).float() for size in (8, 5))
     store_kv(k, v, k_cache, v_cache, slots)

@@ -1,0 +1,119 @@
+"""Later prompts launch what was compiled for the first ones, however many or long they are."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from bench.random_models import random_eagle3, random_target
+from bench.tools.compile_targets import HOPPER, Launch, Notes
+from specattn.backends import triton as triton_backend
+from specattn.cache.kv_pool import KVPool
+from specattn.config import SpecConfig
+from specattn.speculative.drafts import draft_of
+from specattn.speculative.lookup import LookupProposer
+from specattn.speculative.model import ModelSlot
+from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.standalone import LMDraft
+from tests.tiny import TinyTarget
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CPU = torch.device("cpu")
+MOST, LONGEST = 8, 400
+SLOTS = MOST * (LONGEST + 1) + 1
+CONFIG = SpecConfig(3, 1, 4, LONGEST + 8, MOST)
+LLAMA = LlamaConfig(
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    vocab_size=96,
+    max_position_embeddings=LONGEST + 8,
+)
+
+
+def variant(launch: Launch) -> tuple[Any, ...]:
+    """Return what Triton compiles a launch for: constants, types, and what it knows of numbers."""
+    kernel, parameters = launch.kernel, inspect.signature(launch.kernel.fn).parameters
+    constants = {name for name, one in parameters.items() if "constexpr" in str(one.annotation)}
+    # the interpreter keeps a decorator's arguments
+    given = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)
+    plain = given.get("do_not_specialize") or ()
+
+    def known(name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(known(name, one) for one in value)
+        if isinstance(value, Tensor):
+            return value.dtype, name in plain or value.data_ptr() % 16 == 0
+        if name in constants or value is None:
+            return value
+        if name in plain or not isinstance(value, int):
+            return type(value)
+        return value == 1, value % 16 == 0
+
+    # the rest are options of the compiler
+    found = {
+        name: known(name, value) if name in parameters else value
+        for name, value in launch.arguments.items()
+    }
+    return launch.name, *sorted(found.items())
+
+
+def models(kind: str) -> tuple[Any, Any]:
+    """Return a target and a draft, fused unless keys and values are stored by themselves."""
+    if kind == "stored apart":
+        return TinyTarget(device=CPU), None
+    target = random_target(LLAMA, dtype=torch.float16, device=CPU)
+    if kind == "model":
+        return target, LMDraft(random_target(LLAMA, dtype=torch.float16, device=CPU), 96)
+    if kind == "lookup":
+        return target, LookupProposer()
+    head = random_eagle3(LLAMA, target, 32)
+    return target.with_features(head.features), head
+
+
+def prefill(target: Any, draft: Any) -> Prefill:
+    def slot(model: Any) -> ModelSlot[Any]:
+        return ModelSlot.of(model, KVPool(model.layers, SLOTS, CPU), "triton")
+
+    table = torch.zeros(MOST + 1, CONFIG.max_context_len, dtype=torch.int32)
+    return Prefill(slot(target), draft_of(draft).make(slot), table, CONFIG)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["stored apart", "model", "eagle3", "lookup"])
+def test_no_number_or_length_of_prompts_compiles_a_kernel(
+    kind: str,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A user would wait for it, amid the texts of others.
+
+    Nothing is computed: the launches are those of a GPU, over tensors of the CPU.
+    """
+    monkeypatch.setattr(triton_backend, "platform_reasons", lambda *_: [])
+    monkeypatch.setattr(triton_backend, "interpret", lambda: None)
+    rng, run = random.Random(0), prefill(*models(kind))
+
+    def launched(lengths: Sequence[int]) -> set[tuple[Any, ...]]:
+        prompts = [Prompt(1 + row, [1] * length) for row, length in enumerate(lengths)]
+        params = [SamplingParams(temperature, seed=row) for row in range(len(prompts))]
+        with Notes(HOPPER).taken() as notes:
+            run.run(prompts, SamplingBatch.of(params, CPU))
+        return {variant(launch) for launch in notes.launches}
+
+    first = set().union(*(launched([50] * count) for count in range(1, MOST + 1)))
+    assert len(first) > 3
+    for _ in range(12):
+        lengths = [rng.randint(2, LONGEST) for _ in range(rng.randint(1, MOST))]
+        assert launched(lengths) <= first, lengths
