@@ -112,7 +112,7 @@ def test_no_number_or_length_of_prompts_compiles_a_kernel(
             run.run(prompts, SamplingBatch.of(params, CPU))
         return {variant(launch) for launch in notes.launches}
 
-    first = set().union(*(launched([50] * count) for count in range(1, MOST + 1)))
+    first = launched([50]) | launched([50, 50])
     assert len(first) > 3
     for _ in range(12):
         lengths = [rng.randint(2, LONGEST) for _ in range(rng.randint(1, MOST))]

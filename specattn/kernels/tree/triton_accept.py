@@ -108,7 +108,8 @@ def _note_children(tree, target_probs, notes, n, vocab, stride_node, BLOCK_N: tl
     return token, first
 
 
-@triton.jit
+# second coins, behind the first ones of any number of requests: no variant for where they lie
+@triton.jit(do_not_specialize=["final_coins"])
 def accept_sampled_kernel(
     tree,  # tokens, links to children and to siblings, [B, n] int64 each
     target_probs,  # [B, n, V] float32
@@ -203,7 +204,8 @@ def accept_sampled_kernel(
     tl.store(bonus_out + req, bonus)
 
 
-@triton.jit
+# second coins, behind the first ones of any number of requests: no variant for where they lie
+@triton.jit(do_not_specialize=["final_coins"])
 def accept_rejection_kernel(
     tokens,  # [B, n] int64
     draft_probs,  # [B, steps, V] float32
