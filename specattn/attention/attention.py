@@ -265,8 +265,11 @@ class Attention(Layers):
         """
         batch, tokens = rows.numel(), slots.numel()
         whole = torch.empty(batch, dtype=torch.int64, device=self.device)
-        numbers = torch.empty(2 * batch + 1 + tokens, dtype=torch.int32, device=self.device)
-        lens, indptr, out_slots = numbers.split([batch, batch + 1, tokens])
+        # each with memory of its own: kernels are compiled for how it is aligned
+        lens, indptr, out_slots = (
+            torch.empty(size, dtype=torch.int32, device=self.device)
+            for size in (batch, batch + 1, tokens)
+        )
         plan = ExtendPlan(
             self.req_to_token,
             whole,

@@ -13,9 +13,10 @@ from transformers import LlamaConfig
 
 from bench.random_models import random_eagle3, random_target
 from bench.tools.compile_targets import HOPPER, Launch, Notes
+from specattn.attention import Attention
 from specattn.backends import triton as triton_backend
 from specattn.cache.kv_pool import KVPool
-from specattn.config import SpecConfig
+from specattn.config import AttnConfig, SpecConfig
 from specattn.speculative.drafts import draft_of
 from specattn.speculative.lookup import LookupProposer
 from specattn.speculative.model import ModelSlot
@@ -90,30 +91,55 @@ def prefill(target: Any, draft: Any) -> Prefill:
     return Prefill(slot(target), draft_of(draft).make(slot), table, CONFIG)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["stored apart", "model", "eagle3", "lookup"])
-def test_no_number_or_length_of_prompts_compiles_a_kernel(
-    kind: str,
-    temperature: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A user would wait for it, amid the texts of others.
+def launched(
+    run: Prefill, lengths: Sequence[int], temperature: float = 0.0
+) -> set[tuple[Any, ...]]:
+    """Return what prompts of these lengths are compiled for.
 
     Nothing is computed: the launches are those of a GPU, over tensors of the CPU.
     """
+    prompts = [Prompt(1 + row, [1] * length) for row, length in enumerate(lengths)]
+    params = [SamplingParams(temperature, seed=row) for row in range(len(prompts))]
+    with Notes(HOPPER).taken() as notes:
+        run.run(prompts, SamplingBatch.of(params, CPU))
+    return {variant(launch) for launch in notes.launches}
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "platform_reasons", lambda *_: [])
     monkeypatch.setattr(triton_backend, "interpret", lambda: None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["stored apart", "model", "eagle3", "lookup"])
+def test_no_number_or_length_of_prompts_compiles_a_kernel(kind: str, temperature: float) -> None:
+    """A user would wait for it, amid the texts of others."""
     rng, run = random.Random(0), prefill(*models(kind))
-
-    def launched(lengths: Sequence[int]) -> set[tuple[Any, ...]]:
-        prompts = [Prompt(1 + row, [1] * length) for row, length in enumerate(lengths)]
-        params = [SamplingParams(temperature, seed=row) for row in range(len(prompts))]
-        with Notes(HOPPER).taken() as notes:
-            run.run(prompts, SamplingBatch.of(params, CPU))
-        return {variant(launch) for launch in notes.launches}
-
-    first = launched([50]) | launched([50, 50])
+    first = set().union(*(launched(run, [50] * n, temperature) for n in (1, 2)))
     assert len(first) > 3
     for _ in range(12):
         lengths = [rng.randint(2, LONGEST) for _ in range(rng.randint(1, MOST))]
-        assert launched(lengths) <= first, lengths
+        assert launched(run, lengths, temperature) <= first, lengths
+
+
+def test_nor_where_an_engine_lays_them_out() -> None:
+    rng, table = random.Random(0), torch.zeros(MOST, LONGEST, dtype=torch.int32)
+    attention = Attention(table, max_batch=MOST, backend="triton")
+    caches = (torch.zeros(SLOTS, 2, 16, dtype=torch.float16) for _ in "kv")
+    layer = attention.layer(AttnConfig(4, 2, 16, dtype=torch.float16), *caches)
+
+    def launched_of(lengths: Sequence[int]) -> set[tuple[Any, ...]]:
+        rows, slots = torch.zeros(len(lengths)).int(), torch.zeros(sum(lengths)).int()
+        q, k, v = (torch.zeros(sum(lengths), n, 16, dtype=torch.float16) for n in (4, 2, 2))
+        with Notes(HOPPER).taken() as notes:
+            lens = torch.tensor(lengths, dtype=torch.int32)
+            forward = attention.prompts(rows, rows, lens, slots, max_q_len=max(lengths))
+            forward.attend(layer, q, k, v)
+        return {variant(launch) for launch in notes.launches}
+
+    first = launched_of([50])
+    assert len(first) == 3
+    for _ in range(12):
+        lengths = [rng.randint(2, LONGEST) for _ in range(rng.randint(1, MOST))]
+        assert launched_of(lengths) <= first, lengths

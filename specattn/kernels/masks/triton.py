@@ -228,7 +228,8 @@ def copy_in_steps_kernel(
     tl.store(words_out + cell, bits.to(tl.int64), mask=ok[:, None] & (word < W))
 
 
-@triton.jit
+# prompts come in any number, of any number of tokens
+@triton.jit(do_not_specialize=["batch", "tokens"])
 def copy_in_prompts_kernel(
     rows,  # [B]
     prefix_lens,  # [B]
