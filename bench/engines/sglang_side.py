@@ -36,8 +36,8 @@ PROMPTS = (
 def options(job: Job, models: tuple[Path, Path]) -> dict[str, Any]:
     """Return the engine's arguments; sides differ in backend and algorithm alone."""
     steps, topk, nodes, gained = SETTINGS[job.setting]
-    # jobs that start together must not share ports
-    port = 20000 + 8 * (zlib.crc32(job.name.encode()) % 1000)
+    # jobs that start together must not share ports, nor those of two runs on one machine
+    port = 20000 + 8 * (zlib.crc32(f"{models[0]} {job.tp} {job.name}".encode()) % 1000)
     found: dict[str, Any] = {
         "model_path": str(models[0]),
         "attention_backend": PROMPTS_BY if job.side in (STEPS, FUSED) else job.side,
