@@ -30,6 +30,20 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["specattn.testing.plugin", "tests.interruptions"]
 
+
+
+def begin_with_another_gpu() -> None:
+    """Let each worker of pytest-xdist begin with another GPU than the last; it sees all of them."""
+    count, worker = torch.cuda.device_count(), os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    gpus = named.split(",")
+    first = int(worker.removeprefix("gw")) % len(gpus)
+    if count > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
+
+# before CUDA starts
+begin_with_another_gpu()
 CUDA = torch.cuda.is_available()
 torch.set_num_threads(1)  # tiny shapes: a second thread only waits
 # pytest would attach to each of torch's loggers, in every phase of every test
