@@ -51,7 +51,7 @@ HEADS = """
 They are of our own, trained on texts that the target wrote
 ([how](published_model.md#a-head-for-your-target)). Agreement with the target is that of the
 first, middle and last draft step, on texts held out; tokens per step are those of a chain there.
-Seeds in braces were a run each, side by side, whose parts were numbered on into one folder.
+SEED is 0, 1, 2 and 3: a run each, on GPUs side by side.
 
 {table}
 ```
@@ -662,13 +662,14 @@ def got(targets: list[list[Measured]]) -> str:
 def head_commands(record: dict[str, Any]) -> list[str]:
     """Return the commands that wrote a head's texts and trained it."""
     arguments, written = record["arguments"], record["texts"]
-    texts = Path(arguments["texts"]).name
     begin = "python -m bench.tools.train_heads"
     minutes = sum(part["seconds"] for part in written["parts"]) / 60
-    # several runs at once, whose parts were put into one folder
+    folders = [Path(folder).name for folder in arguments["texts"].split()]
     seeds = written["seed"] if isinstance(written["seed"], list) else [written["seed"]]
-    seed = str(seeds[0]) if len(seeds) == 1 else f"{{{','.join(map(str, seeds))}}}"
-    words = [f"{begin} texts", f"--target {written['target']}", f"--out {texts}"]
+    out, seed = folders[0], str(seeds[0])
+    if len(seeds) > 1:
+        folders, out, seed = [f"texts-{one}" for one in seeds], "texts-SEED", "SEED"
+    words = [f"{begin} texts", f"--target {written['target']}", f"--out {out}"]
     words += [f"--minutes {minutes / len(seeds):.1f}", f"--seed {seed}"]
     words += [f"--{name} {written[name]}" for name in ("length", "part", "chats")]
     words.append(f"--temperatures {' '.join(f'{at:g}' for at in written['temperatures'])}")
@@ -678,8 +679,11 @@ def head_commands(record: dict[str, Any]) -> list[str]:
     for name, value in arguments.items():
         if name in LEFT_OUT or value in ("None", "False"):
             continue
-        path = name in ("target", "texts", "out")
-        shown = Path(value).name if path else re.sub(r"[\[\],]", "", value)
+        shown = re.sub(r"[\[\],]", "", value)
+        if name in ("target", "out"):
+            shown = Path(value).name
+        elif name == "texts":
+            shown = " ".join(folders)
         trained.append(f"--{name.replace('_', '-')}" + ("" if shown == "True" else f" {shown}"))
     return [command(words), command(trained)]
 

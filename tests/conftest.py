@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 pytest_plugins = ["specattn.testing.plugin", "tests.interruptions"]
 
 
-
 def begin_with_another_gpu() -> None:
     """Let each worker of pytest-xdist begin with another GPU than the last; it sees all of them."""
     count, worker = torch.cuda.device_count(), os.environ.get("PYTEST_XDIST_WORKER", "gw0")

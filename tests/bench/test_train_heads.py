@@ -305,7 +305,7 @@ def test_texts_go_on_where_they_were_stopped(target_folder, library, texts, tmp_
     first = (out / "part-00000.safetensors").read_bytes()
     write(monkeypatch, target_folder, library, out)
     assert (out / "part-00000.safetensors").read_bytes() == first
-    both, record = Texts.load(out)
+    both, record = Texts.load([out])
     assert [part["texts"] for part in record["parts"]] == [32, 32]
     assert not torch.equal(both.tokens[:30], both.tokens[32:62])
     again = tmp_path / "again"
@@ -315,9 +315,25 @@ def test_texts_go_on_where_they_were_stopped(target_folder, library, texts, tmp_
         write(monkeypatch, target_folder, library, out, "--seed", 1)
 
 
+def test_folders_of_several_seeds_are_read_as_one(texts, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(texts, other)
+    with pytest.raises(SystemExit, match=r"the same seed: \[0, 0\]"):
+        Texts.load([texts, other])
+    kept = json.loads((other / "texts.json").read_text())
+    (other / "texts.json").write_text(json.dumps(kept | {"seed": 7}))
+    one, (both, record) = Texts.load([texts])[0], Texts.load([texts, other])
+    assert torch.equal(both.tokens, torch.cat([one.tokens, one.tokens]))
+    assert record["seed"] == [0, 7]
+    assert record["parts"] == 2 * kept["parts"]
+    (other / "texts.json").write_text(json.dumps(kept | {"seed": 7, "length": 9}))
+    with pytest.raises(SystemExit, match="differ in length"):
+        Texts.load([texts, other])
+
+
 def test_texts_are_the_targets_own(target_folder, texts):
     """Greedy answers are transformers' own, and the seed gives both kinds to both sides."""
-    found, record = Texts.load(texts)
+    found, record = Texts.load([texts])
     assert record["target"] == target_folder.name
     assert record["parts"][0]["new_tokens"] == int((found.lengths - found.prompt_lens).sum())
     assert {*found.greedy[found.held_out].tolist()} == {True, False} == {*found.greedy.tolist()}
@@ -330,7 +346,7 @@ def test_texts_are_the_targets_own(target_folder, texts):
 
 
 def test_batches_hold_every_row_once(texts):
-    found, _ = Texts.load(texts)
+    found, _ = Texts.load([texts])
     rows = (~found.held_out).nonzero()[:, 0]
     batches = found.batches(rows, 256, 0, torch.device("cpu"))
     seen: list[tuple[int, ...]] = []
@@ -414,7 +430,7 @@ def test_texts_without_a_held_out_one_are_refused(target_folder, texts, tmp_path
     file = tmp_path / "few" / "part-00000.safetensors"
     save_file({name: one[:10] for name, one in load_file(file).items()}, file)
     made = ("--target", target_folder, "--texts", tmp_path / "few", "--out", tmp_path)
-    with pytest.raises(SystemExit, match="no greedy text that is held out"):
+    with pytest.raises(SystemExit, match="no greedy text is held out"):
         run(monkeypatch, "eagle3", *made)
 
 

@@ -58,7 +58,10 @@ def _common(command: argparse.ArgumentParser) -> None:
 def _training(command: argparse.ArgumentParser, features: int, drafted: int) -> None:
     _common(command)
     add = command.add_argument
-    add("--texts", type=Path, required=True, help="a folder that the command texts wrote")
+    add(
+        "--texts", type=Path, nargs="+", required=True,
+        help="folders that the command texts wrote, each with a seed of its own",
+    )  # fmt: skip
     add("--layout", choices=LAYOUTS, default="sglang")
     add("--features", type=int, default=features, help="hidden states that it reads")
     add("--states", type=int, nargs="+", help="which; state i enters layer i")

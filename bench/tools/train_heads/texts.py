@@ -147,6 +147,22 @@ def write(args: argparse.Namespace) -> None:
             return
 
 
+def joined(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the records of folders as one, with all their parts and seeds."""
+    first = records[0]
+    seeds = [record["seed"] for record in records]
+    if len({*seeds}) < len(seeds):
+        raise SystemExit(f"two folders of texts have the same seed: {seeds}")
+    for record in records:
+        own = {"parts", "seed", "machine"}
+        differing = [name for name in first if name not in own and record[name] != first[name]]
+        if differing:
+            raise SystemExit(f"folders of texts differ in {', '.join(differing)}")
+    if len(records) == 1:
+        return first
+    return first | {"seed": seeds, "parts": [part for one in records for part in one["parts"]]}
+
+
 @dataclass(frozen=True)
 class Batch:
     """Rows of texts on a device, padded on the right; ``seed`` names what is drawn for them."""
@@ -159,7 +175,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Texts:
-    """All texts of a folder, on the host."""
+    """All texts of one or several folders, on the host."""
 
     tokens: Tensor  # [N, length] int32
     lengths: Tensor  # [N] int64, of prompt and answer
@@ -168,13 +184,17 @@ class Texts:
     held_out: Tensor  # [N] bool
 
     @classmethod
-    def load(cls, folder: Path) -> tuple[Texts, dict[str, Any]]:
-        """Read a folder; return what it records, too."""
-        record = json.loads((folder / RECORD).read_text())
-        parts = [load_file(file_of(folder, part)) for part in range(len(record["parts"]))]
+    def load(cls, folders: Sequence[Path]) -> tuple[Texts, dict[str, Any]]:
+        """Read folders, each of a seed of its own; return what they record, as one, too."""
+        records = [json.loads((folder / RECORD).read_text()) for folder in folders]
+        parts = [
+            load_file(file_of(folder, part))
+            for folder, one in zip(folders, records, strict=True)
+            for part in range(len(one["parts"]))
+        ]
         whole = {name: torch.cat([one[name] for one in parts]) for name in parts[0]}
         kept = whole["lengths"] - whole["prompt_lens"] >= SHORTEST
-        return cls(**{name: one[kept] for name, one in whole.items()}), record
+        return cls(**{name: one[kept] for name, one in whole.items()}), joined(records)
 
     def counts(self, size: int) -> Tensor:
         """Count each token id in the answers that are trained on, ``[size]``."""

@@ -48,6 +48,11 @@ def new_head(args: argparse.Namespace, target: HFTarget, texts: Texts) -> Eagle3
     return DFlash(config, states, mask_id, block=args.block, anchors=args.anchors)
 
 
+def as_given(value: object) -> str:
+    """Return an argument as a command has it."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 class Training:
     """A head, its target and its texts on a device."""
 
@@ -58,7 +63,8 @@ class Training:
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.texts, written = Texts.load(args.texts)
         if not (self.texts.held_out & self.texts.greedy).any():
-            raise SystemExit(f"{args.texts} has no greedy text that is held out: write more texts")
+            names = ", ".join(map(str, args.texts))
+            raise SystemExit(f"{names}: no greedy text is held out: write more texts")
         target = HFTarget.from_pretrained(args.target, dtype=args.dtype, device=args.device)
         self.head: Any = new_head(args, target, self.texts).to(self.device)
         self.teacher = Teacher(target, self.head.states)
@@ -70,7 +76,7 @@ class Training:
         weights = torch.tensor(self.head.weights, device=self.device)
         self.weights = weights / weights.sum()
         self.record: dict[str, Any] = {
-            "arguments": {name: str(value) for name, value in vars(args).items()},
+            "arguments": {name: as_given(value) for name, value in vars(args).items()},
             "machine": machine() | {"transformers": transformers.__version__},
             "texts": written | {"read": len(self.texts.lengths)},
             "parameters": sum(p.numel() for p in self.head.parameters()),
