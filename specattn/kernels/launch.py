@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+# lanes of a warp
+_WARP = 32
 # programs that keep the largest GPUs busy; more than are needed cost time to start
 PROGRAMS = 2048
 
@@ -29,6 +31,14 @@ def programs_per_row(rows: int, blocks: int) -> int:
     per block would start many for nothing. Each takes every n-th block instead.
     """
     return max(1, min(blocks, PROGRAMS // max(rows, 1)))
+
+
+def split_lanes(splits: int) -> int:
+    """Return the width of blocks that hold a row's splits.
+
+    More rows have fewer splits each, and every width is compiled anew: none is below a warp's.
+    """
+    return max(power_of_2(splits), _WARP)
 
 
 def cdiv(size: int, block: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.checks import require_dense, require_rows, require_shape
-from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row
+from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row, split_lanes
 
 if TYPE_CHECKING:
     from specattn.kernels.sampling import triton_choose as choose_kernels
@@ -131,7 +131,7 @@ def argmax_tokens(logits: Tensor) -> Tensor:
         )
         if splits > 1:
             choose_kernels.argmax_merge_kernel[(rows,)](
-                keys, out, splits, BLOCK=power_of_2(splits), num_warps=1, **options
+                keys, out, splits, BLOCK=split_lanes(splits), num_warps=1, **options
             )
         return out
     return _numbers(logits).argmax(1).masked_fill(~_is_sound(logits), -1)

@@ -183,7 +183,7 @@ def _nth_at(whole, threshold, nth, BLOCK: tl.constexpr):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def threshold_kernel(
     logits,  # [R, V]
     given,  # temperature, top-k, top-p, keys, masses: see `settings_of`

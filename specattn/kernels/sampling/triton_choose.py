@@ -135,7 +135,7 @@ def argmax_kernel(
     tl.store(out + row * tl.num_programs(1) + split, _sound_token(key) if MERGED else key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def argmax_merge_kernel(
     keys,  # [R, splits] int64
     out,  # [R] int64, out

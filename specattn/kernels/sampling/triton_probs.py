@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specattn.kernels.launch import programs_per_row
+from specattn.kernels.launch import programs_per_row, split_lanes
 from specattn.kernels.sampling.histogram import count_kernel, gather_kernel
 from specattn.kernels.sampling.keys import finite, is_sound, load_flagged, load_scores, ranked
 from specattn.kernels.sampling.thresholds import inv_temperature_of, merge_splits
@@ -186,7 +186,7 @@ def target_probs(
     keys = torch.empty(rows, splits, dtype=torch.int64, device=logits.device)
     masses = probs.new_empty(rows, splits)
     common = (vocab, logits.stride(0), rows_per_req)
-    block_p = triton.next_power_of_2(splits)
+    block_p = split_lanes(splits)
     bins = BINS * 2 if rows <= FEW_ROWS else BINS
     thresholds = lasts = levels = counts = notes = left = None
     # of one token there is nothing to cut, and Triton 3.6 does not compile the kernel for it

@@ -189,7 +189,7 @@ def gather_path_kernel(
         tl.store(after_out + req, after)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numbers"])
 def write_output_kernel(
     packed,  # [B, width] int64
     buffer,  # [S, B', width] int64, out, in the host's memory
