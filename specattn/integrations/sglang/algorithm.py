@@ -13,6 +13,7 @@ from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from transformers import PretrainedConfig
 
+from specattn.config import SpecConfig
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import names
 
@@ -54,7 +55,37 @@ def option_refusals(server_args: Any) -> list[str]:
             found.append(f"{name}={value!r} is not served")
     if _head(server_args)[0] is None:
         found.append("speculative_draft_model_path must name an EAGLE, EAGLE-3 or MTP head")
+    try:
+        _tree(server_args)
+    except ValueError as error:
+        found.append(str(error))
     return found
+
+
+def _tree(args: Any) -> tuple[int, int, int]:
+    """Return steps, topk and nodes, which of a chain follow from its steps.
+
+    Raises
+    ------
+    ValueError
+        If one of them is missing, or together they are no tree.
+    """
+    steps, topk, nodes = given = (
+        args.speculative_num_steps,
+        args.speculative_eagle_topk,
+        args.speculative_num_draft_tokens,
+    )
+    if given == (None, None, None):
+        return DEFAULT
+    if topk == 1 and steps is not None:
+        nodes = steps + 1
+    if None in (steps, topk, nodes):
+        raise ValueError(
+            "speculative_num_steps, speculative_eagle_topk and speculative_num_draft_tokens "
+            f"must be given together, got {', '.join(map(str, given))}"
+        )
+    config = SpecConfig(steps, topk, nodes)
+    return config.num_steps, config.topk, config.num_draft_tokens
 
 
 def _head(server_args: Any) -> tuple[str | None, str | None]:
@@ -127,11 +158,8 @@ class SpecAttnAlgorithm(CustomSpecAlgo):
         if "eagle3" not in kinds[0].lower():
             # SGLang's other processes see these options, and no more
             args.speculative_algorithm = names.EAGLE
-        if args.speculative_num_steps is None:
-            steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens = DEFAULT
-            args.speculative_num_steps = steps
-        if args.speculative_eagle_topk == 1:
-            args.speculative_num_draft_tokens = args.speculative_num_steps + 1
+        steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens = _tree(args)
+        args.speculative_num_steps = steps
         if args.max_running_requests is None:
             args.max_running_requests = MAX_RUNNING
         args.enable_mixed_chunk = False

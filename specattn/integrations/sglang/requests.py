@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: SGLang's ``top_k`` of requests that keep all tokens.
 ALL_TOKENS = 1 << 30
+#: 0 leaves out steps that process logits; requests that need them are refused then.
+PROCESSED_VARIABLE = "SPECATTN_SGLANG_PROCESSED"
 
 
 def seed_of(req: Any, base: int) -> int:
@@ -122,7 +124,8 @@ def asked(req: Any, *, processed: bool) -> list[str]:
     if not is_processed(req):
         return found
     if not processed:
-        return [*found, "penalties, min_p, biases, grammars and log-probabilities"]
+        what = "penalties, min_p, biases, min_new_tokens, grammars and log-probabilities"
+        return [*found, f"{what} with {PROCESSED_VARIABLE}=0"]
     if req.return_logprob and req.logprob.token_ids_logprob is not None:
         found.append("log-probabilities of named tokens")
     if params.min_new_tokens > 0 and len(end_ids(req)) > MAX_END_IDS:

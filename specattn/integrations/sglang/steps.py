@@ -35,7 +35,7 @@ from specattn.integrations.sglang.processed import (
     logprob_counts,
     write_logprobs,
 )
-from specattn.integrations.sglang.requests import asked
+from specattn.integrations.sglang.requests import PROCESSED_VARIABLE, asked
 from specattn.speculative.eagle import EagleProposer
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.processors import ProcessorStates
@@ -54,8 +54,6 @@ log = logging.getLogger(__name__)
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 #: What the names of classes of heads have in them; other drafts are whole models.
 HEADS = ("Eagle", "MTP", "NextN")
-#: 0 leaves out steps that process logits; requests that need them are refused then.
-PROCESSED_VARIABLE = "SPECATTN_SGLANG_PROCESSED"
 MIB = 2**20
 
 

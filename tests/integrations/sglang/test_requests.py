@@ -15,7 +15,10 @@ from specattn.speculative.processors import ProcessorStates, token_bitmask
 from tests.integrations.sglang.engine import PAIR
 
 pytestmark = pytest.mark.sglang
-PROCESSED = "penalties, min_p, biases, grammars and log-probabilities"
+PROCESSED = (
+    "penalties, min_p, biases, min_new_tokens, grammars and log-probabilities with "
+    "SPECATTN_SGLANG_PROCESSED=0"
+)
 
 
 def arguments(**changed):
@@ -95,6 +98,25 @@ def test_what_is_not_said_is_chosen():
     chain = arguments(speculative_num_steps=5, speculative_eagle_topk=1, max_running_requests=7)
     algorithm().handle_server_args(chain)
     assert (chain.speculative_num_draft_tokens, chain.max_running_requests) == (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("tree", "named"),
+    [
+        ((None, 8, None), "must be given together, got None, 8, None"),
+        ((4, None, 16), "must be given together, got 4, None, 16"),
+        ((4, 5, None), "must be given together, got 4, 5, None"),
+        ((2, 2, 8), "num_draft_tokens must be 2..7"),
+        ((4, 5, 300), "num_draft_tokens must be 1..256"),
+    ],
+)
+def test_what_is_no_tree_is_refused_before_a_model_is_loaded(tree, named):
+    steps, topk, nodes = tree
+    asked = arguments(
+        speculative_num_steps=steps, speculative_eagle_topk=topk, speculative_num_draft_tokens=nodes
+    )
+    with pytest.raises(UnsupportedError, match=named):
+        algorithm().handle_server_args(asked)
 
 
 @pytest.mark.parametrize(
