@@ -106,6 +106,9 @@ class TextOutput:
                 Text(prompt, style="dim"), end="", soft_wrap=True
             )
             self._last = prompt[-1:]
+            # a text goes on with its prompt, an answer begins below it
+            if self._prompts.chat:
+                self._end_line()
 
     def _end_line(self) -> None:
         if self._live and self._last != "\n":

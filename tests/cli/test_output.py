@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
+import pytest
 import torch
 
 from specattn.cli.output import TextOutput
@@ -31,3 +35,14 @@ def test_a_batch_is_written_in_order_as_early_as_possible(capsys):
     output.finish()
     assert capsys.readouterr().out == "f\n"
     assert output.texts == ("a b cd e", "d ef", "a b cf")
+
+
+@pytest.mark.parametrize(("chat", "shown"), [(False, "p?a b c\n"), (True, "p?\na b c\n")])
+def test_on_a_terminal_an_answer_begins_below_its_message(capsys, monkeypatch, chat, shown):
+    models = loaded(None, None, speculative=True, dtype=torch.float32, device=torch.device("cpu"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    output = TextOutput(models, [Request([1], 99)], Prompts(("p?",), False, chat), live=True)
+    output.take(0, tokenizer()("a b c").input_ids)
+    output.finish()
+    # without the colours of the prompt
+    assert re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out) == shown
