@@ -63,7 +63,7 @@ def option_refusals(server_args: Any) -> list[str]:
 
 
 def _tree(args: Any) -> tuple[int, int, int]:
-    """Return steps, topk and nodes, which of a chain follow from its steps.
+    """Return steps, topk and nodes; those of a chain follow.
 
     Raises
     ------
