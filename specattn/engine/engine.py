@@ -31,7 +31,7 @@ from specattn.errors import CapacityError
 from specattn.speculative.drafts import NoProposer, draft_of
 from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.level import Level
-from specattn.speculative.model import ModelSlot, for_context
+from specattn.speculative.model import ModelSlot, check_model, for_context
 from specattn.speculative.prefill import Prefill
 from specattn.speculative.states import RequestStates
 from specattn.speculative.step_setup import StepOptions, StepSetup, plans_on_host
@@ -142,10 +142,11 @@ class Engine:
     ModelError
         If a model computes contexts of ``max_context_len`` in another way than shorter ones.
     ValueError
-        If ``num_slots`` or ``buckets`` are not those of a `SlotTable` and a `GraphRunner`,
-        ``kv_dtype`` and ``kv_scales`` not those of a `KVPool`, ``configs`` differ in more than the
-        tree, or there is a ``policy`` and nothing in ``configs`` but ``config``. Of every call: if
-        another thread's has not returned, or an interrupted one asks for `clear`.
+        If ``target`` or ``draft`` is no model, such as a path, ``num_slots`` or ``buckets`` are not
+        those of a `SlotTable` and a `GraphRunner`, ``kv_dtype`` and ``kv_scales`` not those of a
+        `KVPool`, ``configs`` differ in more than the tree, or there is a ``policy`` and nothing in
+        ``configs`` but ``config``. Of every call: if another thread's has not returned, or an
+        interrupted one asks for `clear`.
     RankError
         If the target's weights are sharded, and its ranks make different engines. Of `generate` and
         `add`: if they are given different requests, or requests gained different tokens.
@@ -182,6 +183,7 @@ class Engine:
         kv_scales: tuple[Scales, Scales] = (None, None),
         **options: Unpack[EngineKeywords],
     ) -> None:
+        check_model("target", target, "an HFTarget (from_pretrained, from_model) or another model")
         drafts, self.ranks = draft_of(draft), ranks_of(target)
         config, *configs = (one.reserving(drafts.draft_len(one)) for one in (config, *configs))
         self.config = config

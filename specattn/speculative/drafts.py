@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from specattn.speculative.block import BlockDraftModel
 from specattn.speculative.dflash import DFlashProposer
 from specattn.speculative.eagle import EagleProposer
-from specattn.speculative.model import DraftModel, ModelSlot
+from specattn.speculative.model import DraftModel, ModelSlot, check_model
 from specattn.speculative.proposer import BoundProposer, Proposer, ProposerFactory
 
 if TYPE_CHECKING:
@@ -34,11 +34,20 @@ class _BoundNothing(BoundProposer):
 
 
 def draft_of(draft: Draft | None) -> ProposerFactory:
-    """Return what makes the proposer of a draft; None is plain decoding."""
+    """Return what makes the proposer of a draft; None is plain decoding.
+
+    Raises
+    ------
+    ValueError
+        If it is neither a model nor a proposer.
+    """
     if draft is None:
         return NoProposer()
     if isinstance(draft, ProposerFactory):
         return draft
+    check_model(
+        "draft", draft, "what load_draft, load_dflash or load_lm_draft returns, or a proposer"
+    )
     return (DFlashProposer if isinstance(draft, BlockDraftModel) else EagleProposer)(draft)
 
 

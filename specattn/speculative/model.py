@@ -239,6 +239,18 @@ class ShardedModel(Protocol):
 Model = TypeVar("Model", TargetModel, DraftModel)
 
 
+def check_model(name: str, model: object, wanted: str) -> None:
+    """Refuse what is no model here, such as a path.
+
+    Raises
+    ------
+    ValueError
+        If it has no ``layers``.
+    """
+    if not hasattr(model, "layers"):
+        raise ValueError(f"{name} must be {wanted}, got a {type(model).__name__}")
+
+
 def for_context(model: Model, max_context_len: int) -> Model:
     """Return ``model`` for contexts of ``max_context_len`` tokens; see `ContextModel`."""
     return model.for_context(max_context_len) if isinstance(model, ContextModel) else model

@@ -52,6 +52,15 @@ def test_what_the_page_refuses_is_refused(engine, asked, message, error):
     assert engine.table.num_free_rows == 2
 
 
+@pytest.mark.parametrize("other", ["path/to/model", torch.nn.Linear(2, 2)], ids=["path", "module"])
+def test_what_is_no_model_is_refused_with_what_makes_one(other):
+    config, kind = SpecConfig(1, 1, 2, 64, 2), type(other).__name__
+    with pytest.raises(ValueError, match=rf"target must be an HFTarget .*, got a {kind}"):
+        Engine(other, None, config)
+    with pytest.raises(ValueError, match=rf"draft must be what load_draft, .*, got a {kind}"):
+        Engine(TinyTarget(), other, config)
+
+
 def test_the_page_has_every_field():
     named = set(re.findall(r"^\| `(\w+)` \|", PAGE, re.M))
     # the example at the top has the first two, and grammars a section
