@@ -265,7 +265,8 @@ class GraphRunner(Generic[Key]):
             except torch.OutOfMemoryError as error:
                 raise CapacityError(
                     f"out of device memory capturing {mode.value} for a batch of {bucket}; "
-                    f"batches run eagerly unless one of the buckets {sorted(done)} holds them"
+                    f"batches run eagerly unless one of the buckets {sorted(done)} holds them; "
+                    "capture smaller ones, or leave more memory free"
                 ) from error
             except RuntimeError as error:
                 raise CaptureError(mode.value, bucket, error) from error

@@ -159,7 +159,8 @@ def test_a_capture_that_fails_does_not_undo_larger_buckets(monkeypatch):
         (
             torch.OutOfMemoryError("no more"),
             CapacityError,
-            rf"out of device memory capturing {MODE.value} for a batch of 4; .* buckets \[\] holds",
+            rf"out of device memory capturing {MODE.value} for a batch of 4; .* buckets \[\] holds "
+            "them; capture smaller ones",
         ),
         (
             RuntimeError("no such luck"),
