@@ -17,6 +17,7 @@ from specattn.models.vocabulary import (
     check_vocabulary,
     vocabulary,
 )
+from specattn.speculative.model import check_model
 from specattn.speculative.standalone import LMDraft
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
     from specattn.models.builder import Shapes, Target
     from specattn.models.eagle import DraftHead
+
+#: What a target is, in a refusal of something else.
+_TARGET = "what HFTarget.from_pretrained, HFTarget.from_model or fuse returns"
 
 
 def load_draft(
@@ -56,6 +60,8 @@ def load_draft(
     ModelError
         If the checkpoint is broken, of another kind, or made for another target. The line names
         the file, the setting or the tensor; ``argument`` is "draft".
+    ValueError
+        If ``target`` is none, such as a model of transformers itself.
     """
     builds = {"eagle": _eagle, "eagle3": _eagle3}
     head: EagleHead | Eagle3Head = _load(path_or_id, target, builds, dtype=dtype, device=device)
@@ -84,6 +90,8 @@ def load_dflash(
     ModelError
         If the checkpoint is broken, of another kind, or made for another target. The line names
         the file, and the setting or the tensor; ``argument`` is "draft".
+    ValueError
+        If ``target`` is none, such as a model of transformers itself.
     """
     builds = {"dflash": _dflash}
     head: DFlashHead = _load(path_or_id, target, builds, dtype=dtype, device=device)
@@ -113,7 +121,10 @@ def load_lm_draft(
     ModelError
         As `HFTarget.from_pretrained`. If draft and target have other tokenizers, or, where one of
         them has none, vocabularies that differ by more than padding. ``argument`` is "draft".
+    ValueError
+        As `load_draft`.
     """
+    check_model("target", target, _TARGET)
     try:
         model = HFTarget.from_pretrained(
             path_or_id, dtype=dtype or target.dtype, device=device or target.device
@@ -156,6 +167,7 @@ def _load(
     device: torch.device | str | None,
 ) -> Any:
     """Load a head of a kind that ``builds`` has."""
+    check_model("target", target, _TARGET)
     checkpoint = Checkpoint.of(path_or_id)
     with blaming("draft", checkpoint.name):
         if (build := builds.get(checkpoint.kind)) is None:

@@ -11,6 +11,7 @@ from specattn.speculative.model import DraftModel, ModelSlot, check_model
 from specattn.speculative.proposer import BoundProposer, Proposer, ProposerFactory
 
 if TYPE_CHECKING:
+    from specattn.config import SpecConfig
     from specattn.speculative.proposer import Proposal
     from specattn.speculative.step_buffers import StepViews
 
@@ -20,6 +21,14 @@ Draft = DraftModel | BlockDraftModel | ProposerFactory
 
 class NoProposer(Proposer):
     """Proposes nothing: of plain decoding without a draft."""
+
+    def check(self, config: SpecConfig) -> None:
+        """Refuse all but plain decoding."""
+        if config.num_steps:
+            raise ValueError(
+                f"num_steps must be 0 (plain decoding, with num_draft_tokens 1) without a draft, "
+                f"got {config.num_steps}"
+            )
 
     def bind(self, step: StepViews) -> BoundProposer:
         """Return what does nothing."""

@@ -133,8 +133,6 @@ class StepDecoder(ReadOnly):
         or_eager: bool = False,
         **options: Unpack[StepKeywords],
     ) -> None:
-        if config.num_steps and draft is None:
-            raise ValueError(f"num_steps {config.num_steps} needs a draft model")
         proposer = as_proposer(draft)
         setup = StepSetup(target, proposer, config, table, states, StepOptions(**options))
         check_setup(setup)

@@ -61,6 +61,11 @@ def test_what_is_no_model_is_refused_with_what_makes_one(other):
         Engine(TinyTarget(), other, config)
 
 
+def test_a_tree_without_a_draft_is_refused_before_a_capture():
+    with pytest.raises(ValueError, match=r"num_steps must be 0 .* without a draft, got 5"):
+        Engine(TinyTarget(), None, SpecConfig(max_context_len=64, max_num_reqs=2))
+
+
 def test_the_page_has_every_field():
     named = set(re.findall(r"^\| `(\w+)` \|", PAGE, re.M))
     # the example at the top has the first two, and grammars a section

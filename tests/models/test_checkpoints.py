@@ -12,7 +12,14 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from specattn.errors import ModelError
-from specattn.models import Eagle3Head, FusedTarget, HFTarget, load_dflash, load_draft
+from specattn.models import (
+    Eagle3Head,
+    FusedTarget,
+    HFTarget,
+    load_dflash,
+    load_draft,
+    load_lm_draft,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -297,3 +304,9 @@ def test_another_tokenizer(target, tmp_path) -> None:
     (head / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match=r"head has a corrupt tokenizer\.json: "):
         load_dflash(head, targets[0])
+
+
+@pytest.mark.parametrize("load", [load_draft, load_dflash, load_lm_draft])
+def test_a_target_that_is_none_is_refused_before_a_checkpoint_is_read(load) -> None:
+    with pytest.raises(ValueError, match=r"target must be what HFTarget.* returns, got a Linear"):
+        load("no/such/folder", torch.nn.Linear(2, 2))
