@@ -26,7 +26,7 @@ class NoProposer(Proposer):
         """Refuse all but plain decoding."""
         if config.num_steps:
             raise ValueError(
-                f"num_steps must be 0 (plain decoding, with num_draft_tokens 1) without a draft, "
+                "num_steps must be 0 (plain decoding, with num_draft_tokens 1) without a draft, "
                 f"got {config.num_steps}"
             )
 
