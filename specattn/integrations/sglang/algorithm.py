@@ -7,6 +7,8 @@ is keyed by pairs of tokens, and slots are reserved before every step.
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
 
 from sglang.srt.managers.overlap_utils import FutureMap
@@ -17,6 +19,8 @@ from specattn.config import SpecConfig
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import names
 
+#: Steps, topk and nodes.
+Tree = tuple[int, int, int]
 #: Options of SGLang that the algorithm does not serve, and the values that it serves.
 SERVED: dict[str, tuple[Any, ...]] = {
     "enable_dp_attention": (False,),
@@ -42,6 +46,9 @@ SERVED: dict[str, tuple[Any, ...]] = {
 }
 #: Steps, topk and nodes where no option names them.
 DEFAULT = (3, 1, 4)
+#: Other trees of larger batches: ``24:3-1-4,64:2-1-3`` names steps, topk and nodes from 24 requests
+#: on, and from 64.
+TREES_VARIABLE = "SPECATTN_SGLANG_TREES"
 #: Requests at once where no option says how many, as for SGLang's own algorithms.
 MAX_RUNNING = 48
 
@@ -56,13 +63,13 @@ def option_refusals(server_args: Any) -> list[str]:
     if _head(server_args)[0] is None:
         found.append("speculative_draft_model_path must name an EAGLE, EAGLE-3 or MTP head")
     try:
-        _tree(server_args)
+        larger_trees(_tree(server_args))
     except ValueError as error:
         found.append(str(error))
     return found
 
 
-def _tree(args: Any) -> tuple[int, int, int]:
+def _tree(args: Any) -> Tree:
     """Return steps, topk and nodes; those of a chain follow.
 
     Raises
@@ -86,6 +93,43 @@ def _tree(args: Any) -> tuple[int, int, int]:
         )
     config = SpecConfig(steps, topk, nodes)
     return config.num_steps, config.topk, config.num_draft_tokens
+
+
+def larger_trees(tree: Tree) -> dict[int, Tree]:
+    """Return the trees that the environment names for larger batches.
+
+    Parameters
+    ----------
+    tree : tuple of int
+        Steps, topk and nodes of the smallest batches. SGLang reserves slots for these.
+
+    Returns
+    -------
+    dict of int to tuple of int
+        By the least number of requests, in ascending order.
+
+    Raises
+    ------
+    ValueError
+        If they are not written so, are no trees, or need more than ``tree``.
+    """
+    text = os.environ.get(TREES_VARIABLE, "")
+    entries = [
+        re.fullmatch(r"([2-9]|[1-9]\d+):(\d+)-(\d+)-(\d+)", one) for one in text.split(",") if text
+    ]
+    if not all(entries):
+        raise ValueError(f"{TREES_VARIABLE} must be like '24:3-1-4,64:2-1-3', got {text!r}")
+    found, most = {}, SpecConfig(*tree)
+    for entry in filter(None, entries):
+        least, steps, topk, nodes = map(int, entry.groups())
+        config = SpecConfig(steps, topk, nodes)
+        if not steps or topk > most.topk or config.reserve_len > most.reserve_len:
+            raise ValueError(
+                f"{TREES_VARIABLE} must name trees that draft, and have no more branches and nodes "
+                f"than {'-'.join(map(str, tree))}, got {entry[0]!r}"
+            )
+        found[least] = steps, topk, nodes
+    return dict(sorted(found.items()))
 
 
 def _head(server_args: Any) -> tuple[str | None, str | None]:

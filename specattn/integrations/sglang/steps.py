@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from specattn.config import SpecConfig
 from specattn.engine.configs import powers_of_two
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import simulated
+from specattn.integrations.sglang.algorithm import TREES_VARIABLE
 from specattn.integrations.sglang.layers import backend_name, refusals
 from specattn.integrations.sglang.modules import kv_pool, step_models
 from specattn.integrations.sglang.names import ALGORITHM
@@ -44,8 +46,9 @@ from specattn.speculative.step_decoder import StepDecoder
 from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from specattn.integrations.sglang.algorithm import Tree
     from specattn.speculative.sampling import SamplingBatch
     from specattn.speculative.step_decoder import PendingStep
 
@@ -85,8 +88,9 @@ class Steps:
     ----------
     target, draft : ModelRunner
         SGLang's, with models, pools and the request table.
-    tree : tuple of int
-        Steps, topk and nodes.
+    trees : dict of int to tuple of int
+        Steps, topk and nodes, by the least number of requests; the first serves the smallest
+        batches, and needs the most slots.
     target_ids : Tensor or None
         ``[Vd]``, the target's token of every token of the head.
 
@@ -94,11 +98,13 @@ class Steps:
     ------
     UnsupportedError
         In one line, naming all that is not served.
+    ValueError
+        If no batch size is captured that a tree would serve.
 
     Attributes
     ----------
-    decoder : StepDecoder
-        What runs them.
+    decoders : list of StepDecoder
+        What runs them, for ever larger batches.
     longest : int
         Tokens of prompt and answer that leave room for what SGLang reserves for steps, which is
         never less than a step writes.
@@ -112,7 +118,7 @@ class Steps:
         self,
         target: Any,
         draft: Any,
-        tree: tuple[int, int, int],
+        trees: Mapping[int, Tree],
         target_ids: torch.Tensor | None,
     ) -> None:
         if found := model_refusals(target, draft):
@@ -121,14 +127,16 @@ class Steps:
         began, free = time.perf_counter(), torch.cuda.memory_reserved()
         req_to_token, page = target.req_to_token_pool.req_to_token, target.page_size
         rows, width = req_to_token.shape
-        config = SpecConfig(*tree, width, rows - 1, page_size=page)
+        configs = [SpecConfig(*tree, width, rows - 1, page_size=page) for tree in trees.values()]
         models = step_models(target, draft, target_ids)
         pools = kv_pool(target), kv_pool(draft)
         # SGLang has reserved slots for whatever it decodes
         reserved = torch.full_like(req_to_token[:, 0], width).contiguous()
-        slots = pools[0].num_slots // page * page
-        table = ExternalTable(req_to_token, reserved, num_slots=slots, page_size=page)
-        fields = EagleProposer(models[1]).state_fields(config)
+        num_slots = pools[0].num_slots // page * page
+        table = ExternalTable(req_to_token, reserved, num_slots=num_slots, page_size=page)
+        target_slot = ModelSlot.of(models[0], pools[0], backend_name())
+        draft_slot = ModelSlot.of(models[1], pools[1], backend_name())
+        fields = EagleProposer(models[1]).state_fields(configs[0])
         self.states = RequestStates.alloc(rows, fields, req_to_token.device)
         # SGLang writes that many columns past a text, whether or not a row has them
         self.longest = width - (get_alloc_reserve_per_decode() + page - 1)
@@ -138,21 +146,25 @@ class Steps:
             states = ProcessorStates.alloc(rows, self.vocab_size, req_to_token.device)
         self.processed = None if states is None else Processed(states)
         records = _records(target)
+        sizes_of_trees = shared_out(_buckets(target, rows - 1, records), trees)
         # Python's garbage stays where it is while graphs are captured
         with torch.no_grad(), freeze_gc(not records or target.server_args.enable_cudagraph_gc):
-            self.decoder = StepDecoder(
-                ModelSlot.of(models[0], pools[0], backend_name()),
-                ModelSlot.of(models[1], pools[1], backend_name()),
-                config,
-                table,
-                self.states,
-                buckets=_buckets(target, rows - 1, records),
-                record=records,
-                sampled=True,
-                processors=states,
-                accept=simulated.asked() or accept,
-                capturing=partial(_capturing, records),
-            )
+            self.decoders = [
+                StepDecoder(
+                    target_slot,
+                    draft_slot,
+                    config,
+                    table,
+                    self.states,
+                    buckets=sizes,
+                    record=records,
+                    sampled=True,
+                    processors=states,
+                    accept=simulated.asked() or accept,
+                    capturing=partial(_capturing, records),
+                )
+                for config, sizes in zip(configs, sizes_of_trees, strict=True)
+            ]
         self._records, self._constrains = records, False
         self._in_flight: deque[tuple[PendingStep, list[int | None], Any]] = deque()
         self._log(time.perf_counter() - began, torch.cuda.memory_reserved() - free)
@@ -199,7 +211,7 @@ class Steps:
         processed = self.processed is not None and self.processed.among(rows)
         sampled = not batch.sampling_info.is_all_greedy
         grammars = self._grammars(batch) if processed and batch.has_grammar else None
-        step = self.decoder.step_async(
+        step = self._decoder(len(rows)).step_async(
             rows, sampled=sampled, processed=processed, grammars=grammars
         )
         packed, output = step.packed, LogitsProcessorOutput(next_token_logits=None)
@@ -211,8 +223,12 @@ class Steps:
             next_token_ids=packed.view(-1)[1:],
             accept_lens=packed[:, 0],
             speculative_num_draft_tokens=packed.shape[1],
-            can_run_cuda_graph=self._records and len(rows) <= self.decoder.runner.buckets[-1],
+            can_run_cuda_graph=self._records and len(rows) <= _most(self.decoders[-1]),
         )
+
+    def _decoder(self, requests: int) -> StepDecoder:
+        """Return what runs so many requests."""
+        return next((one for one in self.decoders if requests <= _most(one)), self.decoders[-1])
 
     def _grammars(self, batch: Any) -> list[TreeGrammar | None] | None:
         """Return the requests' grammars, if any; capture steps for them at first.
@@ -227,7 +243,8 @@ class Steps:
         assert not self._in_flight
         if not self._constrains:
             log.info("%s: capturing steps for requests with a grammar", ALGORITHM)
-            self.decoder.capture(processors=self.processed.states, constrained=True)
+            for decoder in self.decoders:
+                decoder.capture(processors=self.processed.states, constrained=True)
             self._constrains = True
         return [None if grammar is None else TreeGrammar(grammar) for grammar in reqs]
 
@@ -239,14 +256,42 @@ class Steps:
             write_logprobs(step, scored, output)
 
     def _log(self, seconds: float, nbytes: int) -> None:
-        decoder, config = self.decoder, self.decoder.config
-        tree = f"{config.num_steps}-{config.topk}-{config.num_draft_tokens}"
-        graphs = sum(report.recorded for report in decoder.report())
-        log.info(
-            f"{ALGORITHM}: steps {tree} of up to {config.max_num_reqs} requests, "
-            f"attention {decoder.target.backend.name}; {graphs} graphs of "
-            f"{len(decoder.runner.buckets)} batch sizes in {seconds:.1f} s, {nbytes / MIB:.0f} MiB"
+        steps = " and ".join(
+            f"{one.num_steps}-{one.topk}-{one.num_draft_tokens} of up to {most} requests"
+            for one, most in ((decoder.config, _most(decoder)) for decoder in self.decoders)
         )
+        graphs = sum(report.recorded for one in self.decoders for report in one.report())
+        sizes = sum(len(one.runner.buckets) for one in self.decoders)
+        attention = self.decoders[0].target.backend.name
+        log.info(
+            f"{ALGORITHM}: steps {steps}, attention {attention}; {graphs} "
+            f"graphs of {sizes} batch sizes in {seconds:.1f} s, {nbytes / MIB:.0f} MiB"
+        )
+
+
+def shared_out(buckets: Sequence[int], trees: Iterable[int]) -> list[list[int]]:
+    """Share batch sizes out among trees, given by their least number of requests.
+
+    Raises
+    ------
+    ValueError
+        If a tree gets none.
+    """
+    least = list(trees)
+    found = [
+        [size for size in buckets if begin <= size < end]
+        for begin, end in zip([0, *least[1:]], [*least[1:], math.inf], strict=True)
+    ]
+    if not all(found):
+        raise ValueError(
+            f"{TREES_VARIABLE} must leave every tree a batch size that is captured, got trees from "
+            f"{', '.join(map(str, least[1:]))} requests on, and batch sizes {list(buckets)}"
+        )
+    return found
+
+
+def _most(decoder: StepDecoder) -> int:
+    return decoder.runner.buckets[-1]
 
 
 def _records(runner: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
+from specattn.integrations.sglang.algorithm import larger_trees
 from specattn.integrations.sglang.requests import refuse, sampling_of, shorten, their_first
 from specattn.integrations.sglang.steps import Steps
 from specattn.speculative.prefill import first_tokens
@@ -86,10 +87,11 @@ class SpecAttnWorker(EAGLEWorkerV2):
         """Capture steps, in place of SGLang's drafts and draft extends."""
         super().init_cuda_graphs()
         draft = self.draft_worker
+        tree = self.speculative_num_steps, self.topk, self.speculative_num_draft_tokens
         self.steps = Steps(
             self.target_worker.model_runner,
             draft.draft_runner,
-            (self.speculative_num_steps, self.topk, self.speculative_num_draft_tokens),
+            {0: tree, **larger_trees(tree)},
             draft.hot_token_id,
         )
 

@@ -64,7 +64,7 @@ def watch(path: str) -> None:
         with Operations():
             out = asked_by("scheduler", original)(scheduler, batch, *args)
         COUNTS["steps"] += 1
-        COUNTS["fused models"] = _fused(worker.steps.decoder)
+        COUNTS["fused models"] = _fused(worker.steps.decoders[0])
         COUNTS.update(_replays(scheduler) - replays)
         _write(path)
         return out
@@ -80,8 +80,10 @@ def watch(path: str) -> None:
 def _replays(scheduler: Any) -> Counter[str]:
     """Return how often whole steps were replayed, and parts of constrained ones."""
     found: Counter[str] = Counter()
-    for part, count in scheduler.model_worker.steps.decoder.runner.stats.replays.items():
-        found["replays" if part.mode is None else "parts"] += count
+    for decoder in scheduler.model_worker.steps.decoders:
+        for part, count in decoder.runner.stats.replays.items():
+            found["replays" if part.mode is None else "parts"] += count
+            found[f"steps of {decoder.config.num_draft_tokens} nodes"] += count
     return found
 
 

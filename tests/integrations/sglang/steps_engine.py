@@ -58,13 +58,15 @@ CROWD = 40
 class Setting:
     """Steps, topk, nodes, options of SGLang's, and the parts of requests that are asked for.
 
-    ``fused`` has forwards fused where they can be; ranks run SGLang's modules.
+    ``fused`` has forwards fused where they can be; ranks run SGLang's modules. ``trees`` are those
+    of larger batches.
     """
 
     tree: tuple[int, int, int]
     parts: tuple[str, ...] = ("again", "drawn")
     options: dict[str, Any] = field(default_factory=dict)
     fused: bool = True
+    trees: str = ""
 
 
 ALL = (
@@ -82,6 +84,8 @@ SETTINGS = {
     "tree": Setting((4, 5, 16), ALL),
     "chain": Setting((4, 1, 5), options={"disable_overlap_schedule": True}, fused=False),
     "pages": Setting((4, 2, 8), options={"page_size": 16}),
+    # all requests at once take a chain, fewer a tree
+    "mixed": Setting((4, 5, 16), ("again", "drawn", "processed"), trees="3:2-1-3"),
     # a step wants more slots than SGLang's table has after the context
     "full": Setting(
         (5, 4, 8),
@@ -280,6 +284,7 @@ def main(setting: str) -> None:
     # SGLang wants a core named for each rank where they share a memory node
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
     os.environ["SPECATTN_SGLANG_FUSED"] = str(int(chosen.fused))
+    os.environ["SPECATTN_SGLANG_TREES"] = chosen.trees
     engine = sglang.Engine(**options(chosen))
     asking = Asking(engine)
     try:

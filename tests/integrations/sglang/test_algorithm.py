@@ -129,7 +129,7 @@ def test_greedy_texts_are_the_targets(setting):
     assert tokens(run(setting)["first"]) == greedy()
 
 
-@pytest.mark.parametrize("setting", TOGETHER)
+@pytest.mark.parametrize("setting", [name for name in TOGETHER if not SETTINGS[name].trees])
 def test_verify_counts_are_those_of_this_librarys_engine(setting):
     assert [result["verified"] for result in run(setting)["first"]] == own(setting).steps
 
@@ -224,10 +224,11 @@ def processed_text(at: int, asked: dict, stop: int) -> list[int]:
     return text
 
 
+@pytest.mark.parametrize("setting", ["tree", "mixed"])
 @pytest.mark.parametrize("at", range(len(PROCESSED)))
-def test_processed_texts_are_those_of_one_token_at_a_time(at):
+def test_processed_texts_are_those_of_one_token_at_a_time(at, setting):
     """Penalties count tokens of the answer alone, as SGLang's do."""
-    text = run("tree")["processed"][at]["tokens"]
+    text = run(setting)["processed"][at]["tokens"]
     assert text == processed_text(1, PROCESSED[at], greedy()[1][5])
     assert text != greedy()[1]
 
@@ -298,6 +299,13 @@ def test_a_step_is_one_launch_of_ours(record_property):
     assert "worker" not in counts
     record_property("scheduler_launches", counts["scheduler"] / steps)
     assert counts["scheduler"] <= 4 * steps
+
+
+def test_larger_batches_take_another_tree():
+    """Requests go from one to the other as others join and end, and their texts do not tell."""
+    counts = run("mixed")["counts"]
+    assert min(counts["steps of 16 nodes"], counts["steps of 3 nodes"]) > 10
+    assert counts["steps of 16 nodes"] + counts["steps of 3 nodes"] == counts["steps"]
 
 
 @functools.cache

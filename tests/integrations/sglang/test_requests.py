@@ -120,6 +120,39 @@ def test_what_is_no_tree_is_refused_before_a_model_is_loaded(tree, named):
 
 
 @pytest.mark.parametrize(
+    ("trees", "named"),
+    [
+        ("24", "must be like '24:3-1-4,64:2-1-3', got '24'"),
+        ("1:3-1-4", "must be like"),
+        ("24:3-1-4,", "must be like"),
+        ("24:3-6-4", "no more branches and nodes than 4-5-16, got '24:3-6-4'"),
+        ("24:4-5-21", "no more branches and nodes than 4-5-16, got '24:4-5-21'"),
+        ("24:0-1-1", "must name trees that draft"),
+        ("24:2-2-8", "num_draft_tokens must be 2..7"),
+    ],
+)
+def test_trees_of_larger_batches_that_are_refused(monkeypatch, trees, named):
+    monkeypatch.setenv("SPECATTN_SGLANG_TREES", trees)
+    tree = {"speculative_num_steps": 4, "speculative_eagle_topk": 5}
+    with pytest.raises(UnsupportedError, match=named):
+        algorithm().handle_server_args(arguments(**tree, speculative_num_draft_tokens=16))
+
+
+def test_batch_sizes_are_shared_out_among_trees(monkeypatch):
+    from specattn.integrations.sglang.algorithm import larger_trees
+    from specattn.integrations.sglang.steps import shared_out
+
+    monkeypatch.setenv("SPECATTN_SGLANG_TREES", "64:2-1-3,24:3-1-4")
+    trees = {0: (4, 5, 16), **larger_trees((4, 5, 16))}
+    assert trees == {0: (4, 5, 16), 24: (3, 1, 4), 64: (2, 1, 3)}
+    assert list(trees) == [0, 24, 64]
+    assert shared_out([1, 16, 24, 48, 64], trees) == [[1, 16], [24, 48], [64]]
+    assert shared_out([1, 16, 32], [0]) == [[1, 16, 32]]
+    with pytest.raises(ValueError, match=r"from 24, 64 requests on, and batch sizes \[1, 48\]"):
+        shared_out([1, 48], trees)
+
+
+@pytest.mark.parametrize(
     ("kind", "chosen"),
     [
         ("LlamaForCausalLMEagle3", "SPECATTN"),
