@@ -147,24 +147,25 @@ class Steps:
         self.processed = None if states is None else Processed(states)
         records = _records(target)
         sizes_of_trees = shared_out(_buckets(target, rows - 1, records), trees)
+
+        def made(config: SpecConfig, sizes: list[int]) -> StepDecoder:
+            return StepDecoder(
+                target_slot,
+                draft_slot,
+                config,
+                table,
+                self.states,
+                buckets=sizes,
+                record=records,
+                sampled=True,
+                processors=states,
+                accept=simulated.asked() or accept,
+                capturing=partial(_capturing, records),
+            )
+
         # Python's garbage stays where it is while graphs are captured
         with torch.no_grad(), freeze_gc(not records or target.server_args.enable_cudagraph_gc):
-            self.decoders = [
-                StepDecoder(
-                    target_slot,
-                    draft_slot,
-                    config,
-                    table,
-                    self.states,
-                    buckets=sizes,
-                    record=records,
-                    sampled=True,
-                    processors=states,
-                    accept=simulated.asked() or accept,
-                    capturing=partial(_capturing, records),
-                )
-                for config, sizes in zip(configs, sizes_of_trees, strict=True)
-            ]
+            self.decoders = list(map(made, configs, sizes_of_trees))
         self._records, self._constrains = records, False
         self._in_flight: deque[tuple[PendingStep, list[int | None], Any]] = deque()
         self._log(time.perf_counter() - began, torch.cuda.memory_reserved() - free)
@@ -270,7 +271,7 @@ class Steps:
 
 
 def shared_out(buckets: Sequence[int], trees: Iterable[int]) -> list[list[int]]:
-    """Share batch sizes out among trees, given by their least number of requests.
+    """Share batch sizes out among trees of least numbers of requests.
 
     Raises
     ------
