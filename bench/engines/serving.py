@@ -25,7 +25,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from bench.engines.cells import FUSED, Job, write_models
-from bench.engines.sglang_side import LAYERS, force, options
+from bench.engines.sglang_side import FORCED, LAYERS, force, options
 from bench.shipped import PAIR
 from bench.suite import tables
 
@@ -161,9 +161,12 @@ def measure(side: str, options: argparse.Namespace, models: tuple[Path, Path]) -
     out, raw = options.out / "serving.jsonl", options.out / f"raw-{side}.jsonl"
     raw.unlink(missing_ok=True)
     arguments = server_options(side, options.setting, models, pair=options.pair)
+    if options.gained is not None:
+        os.environ[FORCED] = str(options.gained)
     begin = time.time()
     with serving(side, arguments, options.out / f"server-{side}.log") as address:
         start = time.time() - begin
+        print(f"{side} answers after {start:.1f} s", flush=True)
         for clients in options.clients:
             load(address, models[0], clients, (options.prompt, options.answer), raw)
             found = json.loads(raw.read_text().splitlines()[-1])
@@ -188,7 +191,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="folder of results and logs")
     parser.add_argument("--sides", nargs="+", default=SIDES)
     parser.add_argument("--setting", choices=("tree", "chain"), default="tree")
-    parser.add_argument("--clients", nargs="+", type=int, default=CLIENTS)
+    parser.add_argument("--gained", type=float, help="tokens of a step, else the setting's")
+    parser.add_argument(
+        "--clients",
+        nargs="*",
+        type=int,
+        default=CLIENTS,
+        help="how many at once; none: start alone",
+    )
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of an answer")
     parser.add_argument("--pair", action="store_true", help="the shipped pair, nothing forced")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SHORT_LAYERS, LAYERS = 8, 32
 # what runs the prompts where steps are ours
 PROMPTS_BY = "fa3"
+# SGLang's variable of the tokens that every step gains
+FORCED = "SGLANG_SIMULATE_ACC_LEN"
 # decode steps between two lines of SGLang's log
 INTERVAL = 8
 PAIR_CONTEXT, PAIR_TOKENS = 1024, 96
@@ -88,7 +90,7 @@ def force(job: Job) -> None:
     steps, _, _, gained = SETTINGS[job.setting]
     os.environ["SPECATTN_SGLANG_FUSED"] = str(int(job.side == FUSED))
     if steps and job.kind != "tokens":
-        os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(gained)
+        os.environ[FORCED] = str(gained)
 
 
 def generate(engine: Any, prompts: list[list[int]], new: int) -> tuple[list[Any], float]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -277,6 +279,22 @@ def test_every_token_is_streamed(tmp_path):
     assert all(after.endswith(str(token)) for token, after in zip(ids, texts[1:], strict=True))
     assert tokenizer.encode(texts[-1]) == ids
     assert tokenizer.encode("The capital of France")
+
+
+def test_what_a_server_is_told_to_gain(tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "")
+    monkeypatch.setenv("SPECATTN_SGLANG_FUSED", "")
+    told = []
+
+    @contextmanager
+    def started(side, arguments, log):
+        told.append(os.environ["SGLANG_SIMULATE_ACC_LEN"])
+        yield "address"
+
+    monkeypatch.setattr(serving, "serving", started)
+    for more in ([], ["--gained", "2.4"], ["--setting", "chain"]):
+        serving.main(["--out", str(tmp_path), "--sides", "fused", *more, "--clients"])
+    assert told == ["4", "2.4", "3"]
 
 
 def test_a_side_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
