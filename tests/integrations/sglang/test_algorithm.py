@@ -49,8 +49,9 @@ VARIABLES = {
     # a torch for CUDA brings NCCL, which ranks on a CPU would start
     "SGLANG_NCCL_SO_PATH": "none",
 }
-#: Settings whose prompts are all asked for at once.
+#: Settings whose prompts are all asked for at once, and those of one tree.
 TOGETHER = [name for name in SETTINGS if name != "full"]
+ONE_TREE = [name for name in TOGETHER if not SETTINGS[name].trees]
 
 
 def result(program: str, *arguments: str, **variables: str) -> Any:
@@ -129,7 +130,7 @@ def test_greedy_texts_are_the_targets(setting):
     assert tokens(run(setting)["first"]) == greedy()
 
 
-@pytest.mark.parametrize("setting", [name for name in TOGETHER if not SETTINGS[name].trees])
+@pytest.mark.parametrize("setting", ONE_TREE)
 def test_verify_counts_are_those_of_this_librarys_engine(setting):
     assert [result["verified"] for result in run(setting)["first"]] == own(setting).steps
 
@@ -147,14 +148,11 @@ def test_texts_from_the_radix_cache_that_end_early(setting):
     assert tokens(again) == [whole[0], whole[1][: first + 1], whole[2], whole[3][:1]]
 
 
-@pytest.mark.parametrize("setting", TOGETHER)
+@pytest.mark.parametrize("setting", ONE_TREE)
 def test_drawn_texts_are_those_of_this_librarys_engine(setting):
     """A seed names a text of a tree, whatever runs beside it; the greedy request is unchanged."""
     still, *drawn = run(setting)["drawn"]
     assert still["tokens"] == greedy()[3]
-    if SETTINGS[setting].trees:
-        assert [len(text) for text in tokens(drawn)] == [LENGTHS[5]] * len(DRAWN)
-        return
     assert tokens(drawn) == own(setting).drawn[: len(DRAWN)]
     assert tokens(drawn)[0] != tokens(drawn)[1]
 
@@ -309,6 +307,10 @@ def test_larger_batches_take_another_tree():
     counts = run("mixed")["counts"]
     assert min(counts["steps of 16 nodes"], counts["steps of 3 nodes"]) > 10
     assert counts["steps of 16 nodes"] + counts["steps of 3 nodes"] == counts["steps"]
+    # a greedy one beside some that draw, whose texts are each tree's own
+    still, *drawn = run("mixed")["drawn"]
+    assert still["tokens"] == greedy()[3]
+    assert [len(text) for text in tokens(drawn)] == [LENGTHS[5]] * len(DRAWN)
 
 
 @functools.cache
