@@ -37,7 +37,12 @@ def chosen(options: argparse.Namespace) -> list[Job]:
     sides, settings = options.sides.split(","), options.settings.split(",")
     if options.tp > 1:
         few = cells.PLACES[::2]
-        jobs = [replace(job, tp=options.tp, places=few) for job in jobs if job.side != cells.OWN]
+        # ranks take long to start
+        jobs = [
+            replace(job, tp=options.tp, places=few, seconds=options.seconds)
+            for job in jobs
+            if job.side != cells.OWN
+        ]
     return [
         job
         for job in jobs

@@ -160,6 +160,13 @@ class RequestStates(BufferSet):
             self.drafting[name][rows] = value
         self.temperature[rows] = sampling.temperature
         self.seeds[rows] = sampling.seeds
-        self.top_k[rows] = 0 if sampling.top_k is None else sampling.top_k
-        self.top_p[rows] = 1.0 if sampling.top_p is None else sampling.top_p
-        self.position_offsets[rows] = 0 if position_offsets is None else position_offsets
+        for table, value, off in (
+            (self.top_k, sampling.top_k, 0),
+            (self.top_p, sampling.top_p, 1),
+            (self.position_offsets, position_offsets, 0),
+        ):
+            if value is None:
+                # torch copies an assigned number from the host, which waits for the prompts
+                table.index_fill_(0, rows, off)
+            else:
+                table[rows] = value

@@ -121,3 +121,31 @@ def test_prompts_cannot_be_run_by_no_tokens_at_a_time():
     prefill = Loop(SpecConfig(0, 1, 1, CONTEXT, 2)).prefill
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
         replace(prefill, chunk=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [False, True], ids=["off", "given"])
+def test_admitting_requests_waits_for_nothing_on_the_device(given):
+    """A number assigned at indices comes from the host: SGLang's first tokens came a batch late."""
+    states = RequestStates.alloc(4, {}, DEVICE, position_offsets=True)
+    rows, lens = torch.tensor([1, 3], device=DEVICE), torch.ones(2, device=DEVICE).int()
+    sampling = SamplingBatch.of([SamplingParams()] * 2, DEVICE)
+    offsets = None
+    if given:
+        sampling = replace(sampling, top_k=lens * 7, top_p=lens / 2)
+        offsets = lens.long() * 5
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            states.top_k[rows] = 9
+        states.admit(rows, lens, rows + 30, {}, sampling, offsets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert states.seq_lens.tolist() == [0, 1, 0, 1]
+    assert states.bonus_tokens.tolist() == [0, 31, 0, 33]
+    wanted = (7, 0.5, 5) if given else (0, 1.0, 0)
+    for table, value, other in zip(
+        (states.top_k, states.top_p, states.position_offsets), wanted, (0, 1.0, 0), strict=True
+    ):
+        assert table.flatten().tolist() == [other, value, other, value]

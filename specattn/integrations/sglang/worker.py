@@ -139,9 +139,10 @@ class SpecAttnWorker(EAGLEWorkerV2):
         logits = logits_output.next_token_logits.clone()
         tokens = original(logits_output, forward_batch)
         if prompts.theirs:
-            at = torch.tensor(prompts.theirs, device=logits.device)
-            logits[at] = -float("inf")
-            logits[at, tokens[at].long()] = 0
+            # without a wait for the prompts
+            at = torch.tensor(prompts.theirs).to(logits.device, non_blocking=True)
+            logits.index_fill_(0, at, -float("inf"))
+            logits[at, tokens[at].long()] = torch.zeros_like(logits[0, 0])
         rows, lens = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long() - 1
         own = first_tokens(logits, lens, prompts.sampling, rows, prompts.states, scored=[])
         # of a prompt whose logits are not finite, whose first step ends it
