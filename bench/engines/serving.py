@@ -172,6 +172,8 @@ def measure(side: str, options: argparse.Namespace, models: tuple[Path, Path]) -
             found = json.loads(raw.read_text().splitlines()[-1])
             kept = {name: found[name] for name in (*COLUMNS, "completed", "accept_length")}
             line = {"side": side, "setting": options.setting, "clients": clients, **kept}
+            if not options.pair:
+                line["gained"] = float(os.environ[FORCED])
             with out.open("a") as file:
                 file.write(json.dumps(line | {"start_s": round(start, 1)}) + "\n")
 
