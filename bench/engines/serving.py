@@ -147,6 +147,8 @@ def load(address: str, model: Path, clients: int, sizes: tuple[int, int], out: P
         "random_range_ratio": 1.0,
         "num_prompts": max(FEWEST, EACH * clients),
         "max_concurrency": clients,
+        # what a batch of that size compiles at its first use is not timed
+        "warmup_requests": clients,
         "tokenize_prompt": True,
         "disable_tqdm": True,
         "output_file": out,
