@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from specattn.kernels.fused import add_rms_norm, embed_norm_pair
 from specattn.models.fused.block import FusedModel, product
-from specattn.models.shards import is_sharded
 from specattn.speculative.model import DraftOutput
 
 if TYPE_CHECKING:
@@ -53,21 +52,6 @@ class DraftHead(FusedModel):
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map draft token ids, int64 of any shape, to target token ids."""
         return token_ids if self.target_ids is None else self.target_ids[token_ids]
-
-    def _embedding(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids ``[T]`` and the table of embeddings whose rows they are."""
-        if _is_plain(self.embed_tokens, nn.Embedding):
-            return input_ids, self.embed_tokens.weight
-        # one that scales, or a shard
-        embeds: Tensor = self.embed_tokens(input_ids)
-        return torch.arange(len(embeds), device=embeds.device), embeds.to(self.dtype)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        x = x.to(self.lm_head.weight.dtype)
-        if _is_plain(self.lm_head, nn.Linear):
-            return product(x, self.lm_head.weight, self.lm_head.bias)
-        logits: Tensor = self.lm_head(x)
-        return logits
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -176,8 +160,3 @@ class Eagle3Head(DraftHead):
         # The next step continues the stream; in the paper only the logits see the norm.
         x, stream = add_rms_norm(block.feed(x), stream, self.norm, block.eps)
         return DraftOutput(self._logits(x), x if self.norm_output else stream)
-
-
-def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a module computes nothing but what its whole weights say."""
-    return type(module) is kind and not is_sharded(module, recurse=False)

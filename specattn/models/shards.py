@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 from specattn.errors import ModelError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -18,6 +19,30 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 def is_sharded(module: nn.Module, *, recurse: bool = True) -> bool:
     """Return whether this rank holds only a part of some weight."""
     return any(isinstance(weight, DTensor) for weight in module.parameters(recurse))
+
+
+def own(weight: Tensor) -> Tensor:
+    """Return what this rank holds of a weight, all of it if it is not sharded."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def shard_like(piece: Tensor, weight: Tensor) -> Tensor:
+    """Return this rank's ``piece`` as the shard of a weight that is sharded as ``weight`` is."""
+    if not isinstance(weight, DTensor):
+        return piece
+    return DTensor.from_local(piece, weight.device_mesh, weight.placements, run_check=False)
+
+
+def shared_axis(weight: Tensor) -> int | None:
+    """Return the axis of a weight along which ranks share it; None if each has all of it."""
+    placements = weight.placements if isinstance(weight, DTensor) else ()
+    return next((one.dim for one in placements if isinstance(one, Shard)), None)
+
+
+def sum_over(group: ProcessGroup, x: Tensor) -> Tensor:
+    """Add up every rank's ``x`` in place."""
+    dist.all_reduce(x, group=group)
+    return x
 
 
 def process_group(module: nn.Module) -> ProcessGroup | None:

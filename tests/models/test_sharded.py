@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specattn import Engine, Request, SamplingParams, SpecConfig
 from specattn.engine.intake import fresh_seed
 from specattn.errors import ModelError, RankError
 from specattn.models import FusedTarget, HFTarget, fuse, load_draft
+from tests.models.conftest import DenseAttend
 from tests.ranks import LIMIT, PAIR, SIZE, needs_shards, on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "tensor_parallel.md"
@@ -60,6 +62,47 @@ def refusal(call) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+def text_logits(target) -> torch.Tensor:
+    ids = torch.arange(3, 12)
+    return target.forward(ids, ids, DenseAttend(target.layers).at(ids)).logits
+
+
+def with_a_whole_weight():
+    target, _ = load("auto")
+    part = target.module.model.layers[1].mlp.down_proj
+    part.weight = torch.nn.Parameter(part.weight.full_tensor())
+    return target
+
+
+def left_out(folder: Path, rank: int) -> float:
+    """Return how far fused shards with biases everywhere are from the whole model."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+        mlp_bias=True,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    home, found = folder / "biases", []
+    if rank == 0:
+        model.save_pretrained(home)
+    dist.barrier()
+    for plan in (None, "auto"):
+        target = HFTarget.from_pretrained(home, dtype=torch.float32, tp_plan=plan)
+        fused, _ = fuse(target)
+        assert isinstance(fused, FusedTarget)
+        found.append(text_logits(fused))
+    return float((found[1] - found[0]).norm() / found[0].norm())
+
+
 def small_model(folder: Path, heads: int, kv_heads: int) -> Path:
     config = LlamaConfig(
         vocab_size=64,
@@ -92,10 +135,16 @@ def work(rank: int, folder: Path) -> dict:
     results = adaptive.generate(requests_for(target))
     found["adaptive"] = [result.tokens for result in results]
     found["used"] = [adaptive.configs.used[config] for config in (CHAIN, TREE)]
-    found["fused"] = [type(model).__name__ for model in fuse(target, head)]
+    logits = text_logits(target)
+    fused, _ = fuse(target, head)
+    found["fused"] = {name: tokens_of(fused, head, name) for name in ("chain", "tree", "pages")}
+    found["named"] = type(fused).__name__
+    # its weights are views of the fused ones
+    found["unchanged"] = torch.equal(text_logits(target), logits)
+    found["left"] = left_out(folder, rank)
     ids = target.tokenizer(TEXTS[0]).input_ids
     found["refused"] = {
-        "fused": refusal(lambda: FusedTarget.from_target(target)),
+        "fused": refusal(lambda: FusedTarget.from_target(with_a_whole_weight())),
         "settings": refusal(lambda: Engine(target, head, CHAIN, num_slots=500 + rank)),
         "seeds": refusal(
             lambda: engine.generate([Request(ids, 4, SamplingParams(1.0, seed=rank))])
@@ -152,9 +201,19 @@ def test_a_rank_has_its_own_heads_of_the_target_and_all_of_the_draft(found, whol
     assert found["kv"] * SIZE == Engine(*whole, CHAIN).target.pool.k.numel()
 
 
-def test_sharded_models_are_not_fused(found):
-    assert found["fused"] == ["HFTarget", "Eagle3Head"]
-    assert "is sharded over ranks" in found["refused"]["fused"]
+@pytest.mark.parametrize("name", ["chain", "tree", "pages"])
+def test_fused_shards_write_what_one_process_writes(found, whole, name):
+    assert found["named"] == "FusedTarget"
+    assert found["fused"][name] == tokens_of(*whole, name)
+    assert found["unchanged"]
+
+
+def test_a_bias_is_added_once(found):
+    assert found["left"] < 1e-5
+
+
+def test_other_shards_are_not_fused(found):
+    assert "down_proj is shared by ranks along axis None, not 1" in found["refused"]["fused"]
 
 
 @pytest.mark.parametrize("name", ["settings", "seeds", "tokens"])

@@ -1,7 +1,8 @@
 """Fused forwards over the weights of SGLang's modules.
 
 Nothing is copied. SGLang keeps queries, keys and values in one matrix, gates and what they gate in
-another, and the cosines and sines of every position in a table, all in the kernels' order.
+another, and the cosines and sines of every position in a table, all in the kernels' order. Of
+several ranks each has its own heads and columns, and sums and gathers by SGLang's collectives.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.distributed.communication_op import (
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from specattn.errors import UnsupportedError
 from specattn.kernels.fused.stream import ready
 from specattn.models import Eagle3Head, FusedTarget
-from specattn.models.fused.block import Block, RotaryTable, as_linear
+from specattn.models.fused.block import Block, RotaryTable, as_linear, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,6 +64,27 @@ class SGLangAngles(RotaryTable):
         return self
 
 
+class GatheredLinear(nn.Linear):
+    """The output projection of all ranks, each of which has its rows.
+
+    Parameters
+    ----------
+    weight : Tensor
+        ``[V / ranks, H]``, this rank's.
+    size : int
+        V without what pads it.
+    """
+
+    def __init__(self, weight: Tensor, size: int) -> None:
+        super().__init__(weight.shape[1], size, bias=False, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits ``[T, V]`` of all ranks."""
+        logits: Tensor = tensor_model_parallel_all_gather(product(x, self.weight))
+        return logits[:, : self.out_features]
+
+
 def fused_target(
     model: Any,
     layers: Sequence[AttnConfig],
@@ -73,7 +100,7 @@ def fused_target(
     Parameters
     ----------
     model : nn.Module
-        SGLang's, with its weights loaded, of one rank.
+        SGLang's, with its weights loaded.
     layers : sequence of AttnConfig
         The attention geometry of every layer.
     max_context_len : int
@@ -87,12 +114,11 @@ def fused_target(
         With all that the fused path does not compute.
     """
     _refuse(model, TARGETS, layers)
-    inner, config = model.model, model.config
+    inner = model.model
     captured = sorted(set(inner.layers_to_capture)) if model.capture_aux_hidden_states else []
-    embedding = inner.embed_tokens.weight[: config.vocab_size]
     target = FusedTarget(
-        embed_tokens=nn.Embedding.from_pretrained(embedding),
-        lm_head=as_linear(_vocabulary(model)),
+        embed_tokens=_embedding(inner.embed_tokens),
+        lm_head=_vocabulary(model),
         blocks=_blocks(inner.layers, layers),
         norm=inner.norm.weight,
         max_context_len=max_context_len,
@@ -132,8 +158,8 @@ def fused_head(
     whole = getattr(inner, "input_norm", None)
     norms = (inner.fc_norm or ()) if whole is None else (whole,)
     head = Eagle3Head(
-        embed_tokens=nn.Embedding.from_pretrained(inner.embed_tokens.weight),
-        lm_head=as_linear(_vocabulary(model)),
+        embed_tokens=_embedding(inner.embed_tokens),
+        lm_head=_vocabulary(model),
         blocks=_blocks(inner.layers, layers),
         fc=inner.fc.weight if mixes else None,
         # its target says which hidden states these are
@@ -153,6 +179,7 @@ def fused_head(
 def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block, ...]:
     """Return the weights of decoder layers, none of them copied."""
     tables: dict[int, SGLangAngles] = {}
+    several, first = ranks() > 1, get_parallel().tp_rank == 0
     found = []
     for part, geometry in zip(modules, layers, strict=True):
         attention, mlp, rotary = part.self_attn, part.mlp, part.self_attn.rotary_emb
@@ -174,16 +201,31 @@ def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block
                 attention.o_proj.weight,
                 mlp.gate_up_proj.weight,
                 mlp.down_proj.weight,
-                attention.o_proj.bias,
+                # once in the sum over ranks
+                attention.o_proj.bias if first else None,
+                reduce=tensor_model_parallel_all_reduce if several else None,
             )
         )
     return tuple(found)
 
 
-def _vocabulary(model: Any) -> Tensor:
-    """Return the output projection ``[V, H]`` without the rows that pad it."""
-    weight: Tensor = model.lm_head.weight
-    return weight[: model.logits_processor.vocab_size]
+def ranks() -> int:
+    """Return how many ranks share a model."""
+    found: int = get_parallel().tp_size
+    return found
+
+
+def _embedding(module: Any) -> Any:
+    """Return an embedding without the rows that pad it; of several ranks SGLang's own."""
+    if ranks() > 1:
+        return module
+    return nn.Embedding.from_pretrained(module.weight[: module.num_embeddings])
+
+
+def _vocabulary(model: Any) -> nn.Linear:
+    """Return the output projection without the rows that pad it."""
+    weight, size = model.lm_head.weight, model.logits_processor.vocab_size
+    return GatheredLinear(weight, size) if ranks() > 1 else as_linear(weight[:size])
 
 
 def _refuse(model: Any, known: tuple[str, ...], layers: Sequence[AttnConfig]) -> None:
@@ -234,9 +276,9 @@ def _layer_reasons(part: Any, geometry: AttnConfig, config: Any) -> Iterator[str
     yield from _odd("rotary_emb", rotary, *ROTATIONS)
     if not rotary.is_neox_style or rotary.rotary_dim != geometry.head_dim:
         yield "the rotation is not that of two halves of a head"
-    whole = config.num_attention_heads, 2 * config.intermediate_size
-    if (geometry.num_qo_heads, len(mlp.gate_up_proj.weight)) != whole:
-        yield "the weights are sharded over ranks"
+    share = geometry.num_qo_heads * ranks(), len(mlp.gate_up_proj.weight) * ranks()
+    if share != (config.num_attention_heads, 2 * config.intermediate_size):
+        yield "heads and columns are not this rank's share of the model's"
 
 
 def _odd(name: str, part: Any, *kinds: str) -> Iterator[str]:

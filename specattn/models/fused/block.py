@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -19,9 +19,12 @@ from specattn.kernels.fused import (
 )
 from specattn.kernels.fused.stream import stream_gated, stream_linear, streams
 from specattn.models.hf import refuse_rescaling, rescaling_length
+from specattn.models.shards import is_sharded, own, shard_like, sum_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from torch.distributed import ProcessGroup
 
     from specattn.config import AttnConfig
     from specattn.speculative.model import Attend
@@ -88,6 +91,8 @@ class Block:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     activation: Callable[[Tensor], Tensor] | None = None
+    # Sums products of ranks that have a part of the heads and of the feed-forward part each.
+    reduce: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def of_weights(
@@ -127,21 +132,37 @@ class Block:
         )
 
     @classmethod
-    def of_layer(cls, layer: nn.Module, rotary: RotaryTable, geometry: AttnConfig) -> Self:
-        """Pack a transformers layer's weights, which become views of that."""
-        weights = {name: one.detach() for name, one in layer.named_parameters()}
+    def of_layer(
+        cls,
+        layer: nn.Module,
+        rotary: RotaryTable,
+        geometry: AttnConfig,
+        group: ProcessGroup | None = None,
+    ) -> Self:
+        """Pack a transformers layer's weights, which become views of that.
+
+        Of a layer that the ranks of ``group`` share, these are this rank's.
+        """
+        weights = {name: own(one.detach()) for name, one in layer.named_parameters()}
         block = cls.of_weights(weights, rotary, geometry)
         for names, packed, bias in (
             (HEADS, block.qkv, block.qkv_bias),
             (GATES, block.gate_up, block.gate_up_bias),
         ):
             parts: list[Any] = [layer.get_submodule(name) for name in names]
-            sizes = [part.out_features for part in parts]
+            sizes = [len(weights[f"{name}.weight"]) for name in names]
             for what, whole in (("weight", packed), ("bias", bias)):
                 if whole is not None:
                     for part, piece in zip(parts, whole.split(sizes), strict=True):
-                        setattr(part, what, nn.Parameter(piece, requires_grad=False))
-        return block
+                        shard = shard_like(piece, part.weight)
+                        setattr(part, what, nn.Parameter(shard, requires_grad=False))
+        if group is None:
+            return block
+        # once in the sum over ranks
+        biases = (block.o_bias, block.down_bias) if group.rank() == 0 else (None, None)
+        return replace(
+            block, o_bias=biases[0], down_bias=biases[1], reduce=partial(sum_over, group)
+        )
 
     @cached_property
     def rotation(self) -> Rotation:
@@ -175,7 +196,7 @@ class Block:
         else:
             out = attend(layer, *self._heads(parts, positions))
         result: tuple[Tensor, Tensor] = add_rms_norm(
-            project(out.flatten(1), self.o, self.o_bias),
+            self._summed(out.flatten(1), self.o, self.o_bias),
             stream,
             self.post_norm,
             self.eps,
@@ -192,7 +213,13 @@ class Block:
             gated = stream_gated(x, self.gate_up)
         else:
             gated = add_partials(project(x, self.gate_up), x.dtype, gated=True)
-        return project(gated, self.down, self.down_bias)
+        return self._summed(gated, self.down, self.down_bias)
+
+    def _summed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply a rank's ``x`` by its columns; return parts of the sum over ranks."""
+        if self.reduce is None:
+            return project(x, weight, bias)
+        return self.reduce(product(x, weight, bias))[None]
 
     def _heads(self, parts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rotated heads, for an `Attend` that stores them itself."""
@@ -216,7 +243,8 @@ class FusedModel:
         ``[V, H]``, over target token ids; a head's is the target's own unless its checkpoint has
         one.
     lm_head : nn.Linear
-        ``[V, H]``, or ``[Vd, H]`` of a head; the target's own unless the checkpoint has one.
+        ``[V, H]``, or ``[Vd, H]`` of a head; the target's own unless the checkpoint has one. Of
+        other classes than these two, and of shards, the module itself is called.
     blocks : tuple of Block
         The weights of every layer.
     features : tuple of int
@@ -249,6 +277,21 @@ class FusedModel:
         """The width of the logits."""
         return self.lm_head.out_features
 
+    def _embedding(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ids ``[T]`` and the table of embeddings whose rows they are."""
+        if _is_plain(self.embed_tokens, nn.Embedding):
+            return input_ids, self.embed_tokens.weight
+        # one that scales, or a shard
+        embeds: Tensor = self.embed_tokens(input_ids)
+        return torch.arange(len(embeds), device=embeds.device), embeds.to(self.dtype)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        x = x.to(self.lm_head.weight.dtype)
+        if _is_plain(self.lm_head, nn.Linear):
+            return product(x, self.lm_head.weight, self.lm_head.bias)
+        logits: Tensor = self.lm_head(x)
+        return logits
+
     def for_context(self, max_context_len: int) -> Self:
         """Return a model of the same weights that rotates so many positions.
 
@@ -280,6 +323,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return parts[0]
     total: Tensor = add_partials(parts, x.dtype)
     return total
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a module computes nothing but what its whole weights say."""
+    return type(module) is kind and not is_sharded(module, recurse=False)
 
 
 def as_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

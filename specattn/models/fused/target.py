@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from specattn.errors import ModelError
 from specattn.kernels.fused import add_rms_norm
 from specattn.kernels.fused.stream import ready
-from specattn.models.fused.block import Block, FusedModel, RotaryTable, product
+from specattn.models.fused.block import GATES, HEADS, Block, FusedModel, RotaryTable
 from specattn.models.hf import HFTarget, LoadedTarget
-from specattn.models.shards import is_sharded
+from specattn.models.shards import own, shared_axis
 from specattn.speculative.model import TargetOutput
 from specattn.speculative.standalone import LMDraft
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from specattn.speculative.model import Attend
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 # The fused path uses nothing but the weights and biases of these modules.
 _PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding}
+# Of a model that ranks share, the axis along which they share the weights of a layer.
+_SHARED = {(*HEADS, *GATES): 0, ("self_attn.o_proj", "mlp.down_proj"): 1}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,19 +54,24 @@ class FusedTarget(FusedModel, LoadedTarget):
     max_context_len : int
         Tokens up to which positions mean what they did in training.
     eos_token_ids : frozenset of int
-        Tokens that end a text. The other parts are those of `FusedModel` and `LoadedTarget`.
+        Tokens that end a text.
+    process_group : ProcessGroup or None
+        The ranks that share the weights, if they are sharded. The other parts are those of
+        `FusedModel` and `LoadedTarget`.
     """
 
     norm: Tensor
     max_context_len: int
     eos_token_ids: frozenset[int]
+    process_group: ProcessGroup | None = None
 
     @classmethod
     def from_target(cls, target: HFTarget) -> Self:
         """Fuse a loaded model; the two share one copy of the weights.
 
         The weights of queries, keys and values are packed into one matrix, those of gate and up
-        into another. The model's own weights become views of these.
+        into another. The model's own weights become views of these. Ranks that share a model's
+        heads and feed-forward parts fuse what each has, and add up their products.
 
         Raises
         ------
@@ -70,7 +79,12 @@ class FusedTarget(FusedModel, LoadedTarget):
             If the fused path does not compute this model.
         """
         modules, kind = target.module, target.config.model_type
-        odd = (why for name, part in modules.named_modules() if (why := _oddity(name, part)))
+        group = target.process_group
+        odd = (
+            why
+            for name, part in modules.named_modules()
+            if (why := _oddity(name, part, sharded=group is not None))
+        )
         reasons = [*islice(odd, 1)]
         if kind not in MODEL_TYPES:
             reasons.insert(0, f"model type {kind!r} is not one of {', '.join(MODEL_TYPES)}")
@@ -78,7 +92,7 @@ class FusedTarget(FusedModel, LoadedTarget):
             raise ModelError("target", f"unsupported by the fused path: {'; '.join(reasons)}")
         rotary = RotaryTable(modules.model.rotary_emb, target.max_context_len)
         blocks = tuple(
-            Block.of_layer(layer, rotary, geometry)
+            Block.of_layer(layer, rotary, geometry, group)
             for layer, geometry in zip(modules.model.layers, target.layers, strict=True)
         )
         ready(target.device)
@@ -87,9 +101,10 @@ class FusedTarget(FusedModel, LoadedTarget):
             lm_head=target.lm_head,
             blocks=blocks,
             features=target.features,
-            norm=modules.model.norm.weight,
+            norm=own(modules.model.norm.weight),
             max_context_len=target.max_context_len,
             eos_token_ids=target.eos_token_ids,
+            process_group=group,
             name=target.name,
         )
 
@@ -105,12 +120,13 @@ class FusedTarget(FusedModel, LoadedTarget):
         """Run the model over flattened tokens; see `TargetModel.forward`."""
         blocks, eps = self.blocks, self.blocks[0].eps
         states, views = self._states(len(input_ids))
+        ids, table = self._embedding(input_ids)
         x, stream = add_rms_norm(
-            self.embed_tokens.weight[None],
+            table[None],
             None,
             blocks[0].input_norm,
             eps,
-            rows=input_ids,
+            rows=ids,
             residual_out=views.get(0),
         )
         for layer, block in enumerate(blocks[:-1]):
@@ -138,7 +154,7 @@ class FusedTarget(FusedModel, LoadedTarget):
             x = x[rows]
         if len(views) < len(self.features):
             states = torch.cat([views[index] for index in self.features], dim=1)
-        return TargetOutput(product(x, self.lm_head.weight, self.lm_head.bias), states)
+        return TargetOutput(self._logits(x), states)
 
     def _states(self, count: int) -> tuple[Tensor | None, dict[int, Tensor]]:
         """Allocate features ``[T, F]``; return each hidden state's part, too."""
@@ -150,14 +166,16 @@ class FusedTarget(FusedModel, LoadedTarget):
         return states, dict(zip(wanted, states.split(size, dim=1), strict=True))
 
 
-def _oddity(name: str, part: nn.Module) -> str:
+def _oddity(name: str, part: nn.Module, *, sharded: bool) -> str:
     """Say what a module computes besides its product, or nothing."""
-    if is_sharded(part, recurse=False):
-        return f"{name} is sharded over ranks"
     for suffix, plain in _PLAIN.items():
         # A quantised or adapted layer has scales or further weights.
         if name.endswith(suffix) and type(part) is not plain:
             return f"{name} is a {type(part).__name__}"
+    axis = next((axis for names, axis in _SHARED.items() if name.endswith(names)), None)
+    found = shared_axis(part.weight) if isinstance(part, nn.Linear) else None
+    if axis is not None and found != (axis if sharded else None):
+        return f"{name} is shared by ranks along axis {found}, not {axis}"
     return ""
 
 

@@ -58,14 +58,14 @@ CROWD = 40
 class Setting:
     """Steps, topk, nodes, options of SGLang's, and the parts of requests that are asked for.
 
-    ``fused`` has forwards fused where they can be; ranks run SGLang's modules. ``trees`` are those
-    of larger batches.
+    ``fused`` is the variable that says which forwards are fused. ``trees`` are those of larger
+    batches.
     """
 
     tree: tuple[int, int, int]
     parts: tuple[str, ...] = ("again", "drawn")
     options: dict[str, Any] = field(default_factory=dict)
-    fused: bool = True
+    fused: str = "1"
     trees: str = ""
 
 
@@ -82,7 +82,7 @@ ALL = (
 )
 SETTINGS = {
     "tree": Setting((4, 5, 16), ALL),
-    "chain": Setting((4, 1, 5), options={"disable_overlap_schedule": True}, fused=False),
+    "chain": Setting((4, 1, 5), options={"disable_overlap_schedule": True}, fused="0"),
     "pages": Setting((4, 2, 8), options={"page_size": 16}),
     # all requests at once take a chain, fewer a tree
     "mixed": Setting((4, 5, 16), ("again", "drawn", "processed"), trees="3:2-1-3"),
@@ -93,6 +93,7 @@ SETTINGS = {
         {"max_total_tokens": 150, "context_length": CONTEXT},
     ),
     "ranks": Setting((4, 5, 16), ("drawn", "unseeded"), {"tp_size": 2}),
+    "fused ranks": Setting((4, 5, 16), ("drawn",), {"tp_size": 2}, "ranks"),
 }
 
 
@@ -283,7 +284,7 @@ def main(setting: str) -> None:
     ranks = chosen.options.get("tp_size", 1)
     # SGLang wants a core named for each rank where they share a memory node
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
-    os.environ["SPECATTN_SGLANG_FUSED"] = str(int(chosen.fused))
+    os.environ["SPECATTN_SGLANG_FUSED"] = chosen.fused
     os.environ["SPECATTN_SGLANG_TREES"] = chosen.trees
     engine = sglang.Engine(**options(chosen))
     asking = Asking(engine)

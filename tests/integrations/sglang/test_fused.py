@@ -127,7 +127,7 @@ def test_what_the_kernels_do_not_compute_is_refused(kind, changes, reason) -> No
 
 
 def test_changed_modules_are_refused_by_name() -> None:
-    """What LoRA, quantisation, several ranks or a subclass put in a module's place."""
+    """What LoRA, quantisation, other ranks or a subclass put in a module's place."""
 
     def refusal(layers=None) -> str:
         with pytest.raises(UnsupportedError) as caught:
@@ -136,7 +136,7 @@ def test_changed_modules_are_refused_by_name() -> None:
 
     model = build("qwen2", torch.float32)
     half = [replace(one, num_qo_heads=2) for one in geometry(model, torch.float32)]
-    assert refusal(half).endswith("the weights are sharded over ranks")
+    assert refusal(half).endswith("heads and columns are not this rank's share of the model's")
     layer = model.model.layers[1]
     plain = layer.mlp.down_proj
     layer.mlp.down_proj = torch.nn.Linear(96, 64, bias=False)
