@@ -22,19 +22,19 @@ def is_sharded(module: nn.Module, *, recurse: bool = True) -> bool:
 
 
 def own(weight: Tensor) -> Tensor:
-    """Return what this rank holds of a weight, all of it if it is not sharded."""
+    """Return what this rank holds of a weight."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def shard_like(piece: Tensor, weight: Tensor) -> Tensor:
-    """Return this rank's ``piece`` as the shard of a weight that is sharded as ``weight`` is."""
+    """Return ``piece`` as this rank's part, sharded as ``weight`` is."""
     if not isinstance(weight, DTensor):
         return piece
     return DTensor.from_local(piece, weight.device_mesh, weight.placements, run_check=False)
 
 
 def shared_axis(weight: Tensor) -> int | None:
-    """Return the axis of a weight along which ranks share it; None if each has all of it."""
+    """Return the axis along which ranks share a weight, if they do."""
     placements = weight.placements if isinstance(weight, DTensor) else ()
     return next((one.dim for one in placements if isinstance(one, Shard)), None)
 

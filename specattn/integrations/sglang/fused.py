@@ -11,11 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.distributed.communication_op import (
-    tensor_model_parallel_all_gather,
-    tensor_model_parallel_all_reduce,
-)
-from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from specattn.errors import UnsupportedError
@@ -81,6 +76,8 @@ class GatheredLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits ``[T, V]`` of all ranks."""
+        from sglang.srt.distributed import tensor_model_parallel_all_gather
+
         logits: Tensor = tensor_model_parallel_all_gather(product(x, self.weight))
         return logits[:, : self.out_features]
 
@@ -178,8 +175,10 @@ def fused_head(
 
 def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block, ...]:
     """Return the weights of decoder layers, none of them copied."""
+    from sglang.srt.distributed import tensor_model_parallel_all_reduce
+
     tables: dict[int, SGLangAngles] = {}
-    several, first = ranks() > 1, get_parallel().tp_rank == 0
+    rank, size = _place()
     found = []
     for part, geometry in zip(modules, layers, strict=True):
         attention, mlp, rotary = part.self_attn, part.mlp, part.self_attn.rotary_emb
@@ -202,21 +201,28 @@ def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block
                 mlp.gate_up_proj.weight,
                 mlp.down_proj.weight,
                 # once in the sum over ranks
-                attention.o_proj.bias if first else None,
-                reduce=tensor_model_parallel_all_reduce if several else None,
+                None if rank else attention.o_proj.bias,
+                reduce=tensor_model_parallel_all_reduce if size > 1 else None,
             )
         )
     return tuple(found)
 
 
+def _place() -> tuple[int, int]:
+    """Return this rank, and how many there are."""
+    from sglang.srt.runtime_context import get_parallel
+
+    found = get_parallel()
+    return found.tp_rank, found.tp_size
+
+
 def ranks() -> int:
     """Return how many ranks share a model."""
-    found: int = get_parallel().tp_size
-    return found
+    return _place()[1]
 
 
 def _embedding(module: Any) -> Any:
-    """Return an embedding without the rows that pad it; of several ranks SGLang's own."""
+    """Return an embedding without rows that pad it; ranks call SGLang's."""
     if ranks() > 1:
         return module
     return nn.Embedding.from_pretrained(module.weight[: module.num_embeddings])

@@ -216,7 +216,7 @@ class Block:
         return self._summed(gated, self.down, self.down_bias)
 
     def _summed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply a rank's ``x`` by its columns; return parts of the sum over ranks."""
+        """Return parts of the sum of all ranks' products."""
         if self.reduce is None:
             return project(x, weight, bias)
         return self.reduce(product(x, weight, bias))[None]
