@@ -34,7 +34,7 @@ def test_two_ranks_write_one_text():
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert found["tokens"] == plain_tokens(PROMPT, 8)
-    assert (found["finish_reason"], found["fused"]) == ("length", ["draft"])
+    assert (found["finish_reason"], found["fused"]) == ("length", ["target", "draft"])
 
 
 @pytest.mark.parametrize(
