@@ -267,17 +267,17 @@ def test_every_page_is_two_links_from_the_readme():
 
 
 def test_the_readme_has_the_measured_numbers():
-    """Every \"... times\" is of a table on top of a page, or of the server under load."""
+    """Every \"... times\" is of a table on top of a page, or of steps inside SGLang."""
     page = (ROOT / "docs" / "performance.md").read_text()
     table = page.split("<!-- results: summary -->")[1].split("<!-- end -->")[0]
     table += (ROOT / "docs" / "published.md").read_text().split("## In short")[1].split("##")[0]
     found = {float(value) for value in re.findall(r" ([\d.]+)x(?=[ :])", table)}
-    record = ROOT / "bench" / "results" / "serving_h200.jsonl"
-    speeds = {
-        (line["side"], line["clients"]): line["output_throughput"]
+    record = ROOT / "bench" / "results" / "engines_h200_steps.jsonl"
+    times = {
+        (line["side"], line["batch"], line["context"]): line["ms"]
         for line in map(json.loads, record.read_text().splitlines())
     }
-    found |= {speeds["fused", clients] / speeds["fa3", clients] for _, clients in speeds}
+    found |= {times["fa3", *place] / times["fused", *place] for _, *place in times}
     said = re.findall(r"(\d+\.\d+) times", (ROOT / "README.md").read_text())
     assert said
     for number in said:
