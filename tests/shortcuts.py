@@ -105,8 +105,7 @@ def constant(number: float, kind: str) -> Any:
         fits = kind == "fp32" and (
             number in (0, math.inf, -math.inf) or least <= abs(number) <= most
         )
-    # compilers know no negative 0
-    return np.array([number or 0], "float32" if kind == "fp32" else kind) if fits else None
+    return np.array([number], "float32" if kind == "fp32" else kind) if fits else None
 
 
 @cache
@@ -124,7 +123,9 @@ def beside(other: Any, kind: Any) -> tuple[Any, Any]:
             kind = WIDER.get((kind.name, other.dtype.name))
         return other.handle.data, kind
     number = other.value if type(other) is tl.constexpr else other
-    data = constant(number, kind.name) if type(number) in (int, float) else None
+    # releases differ in what a negative 0 is
+    known = type(number) in (int, float) and (number or math.copysign(1, number) > 0)
+    data = constant(number, kind.name) if known else None
     return data, None if data is None else kind
 
 
