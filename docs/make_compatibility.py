@@ -33,10 +33,7 @@ nothing else than what is installed there.
 
 """
 #: Why the tests failed that the records name, by test.
-REASONS = {
-    "tests.cli.test_commands::test_version_help_and_unknown_commands": "it expected the version "
-    "that torch tells of itself, with its CUDA, and not the installed package's; mended since",
-}
+REASONS: dict[str, str] = {}
 COLUMNS = ("torch", "triton", "numpy", "transformers", "sglang")
 TRITON = """
 - **Triton 3.7, 3.8 and 3.9** renamed names of Gluon: `specattn.kernels.gluon_names` has one of
