@@ -76,25 +76,7 @@ def with_a_whole_weight():
 
 def left_out(folder: Path, rank: int) -> float:
     """Return how far fused shards with biases everywhere are from the whole model."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_bias=True,
-        mlp_bias=True,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter)
-    home, found = folder / "biases", []
-    if rank == 0:
-        model.save_pretrained(home)
-    dist.barrier()
+    home, found = small_model(rank, folder / "biases", 4, 2, attention_bias=True, mlp_bias=True), []
     for plan in (None, "auto"):
         target = HFTarget.from_pretrained(home, dtype=torch.float32, tp_plan=plan)
         fused, _ = fuse(target)
@@ -103,7 +85,8 @@ def left_out(folder: Path, rank: int) -> float:
     return float((found[1] - found[0]).norm() / found[0].norm())
 
 
-def small_model(folder: Path, heads: int, kv_heads: int) -> Path:
+def small_model(rank: int, folder: Path, heads: int, kv_heads: int, **more) -> Path:
+    """Write a model, on rank 0 for both."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=16 * heads,
@@ -111,8 +94,15 @@ def small_model(folder: Path, heads: int, kv_heads: int) -> Path:
         num_hidden_layers=1,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
+        **more,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    if rank == 0:
+        model = LlamaForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+        model.save_pretrained(folder)
+    dist.barrier()
     return folder
 
 
@@ -151,8 +141,7 @@ def work(rank: int, folder: Path) -> dict:
         ),
     }
     for name, heads in {"few": (2, 1), "odd": (6, 3)}.items():
-        odd = folder / f"{name}{rank}"
-        small_model(odd, *heads)
+        odd = small_model(rank, folder / name, *heads)
         found["refused"][name] = refusal(lambda: HFTarget.from_pretrained(odd, tp_plan="auto"))  # noqa: B023
     torch.manual_seed(rank)
     results = engine.generate(Request(ids, 4, SamplingParams(1.0)).samples(2))
