@@ -88,7 +88,7 @@ def options(job: Job, models: tuple[Path, Path]) -> dict[str, Any]:
 def force(job: Job) -> None:
     """Make every step gain the same, and choose forwards; SGLang reads this when it is imported."""
     steps, _, _, gained = SETTINGS[job.setting]
-    os.environ["SPECATTN_SGLANG_FUSED"] = "ranks" if job.side == FUSED else "0"
+    os.environ["SPECATTN_SGLANG_FUSED"] = "1" if job.side == FUSED else "0"
     if steps and job.kind != "tokens":
         os.environ[FORCED] = str(gained)
 

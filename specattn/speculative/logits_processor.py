@@ -254,15 +254,15 @@ class OwnProcessors:
         """
         check_names(asked, self.processors)
         for table in self.tables.values():
-            table[row] = 0
+            table[row].zero_()
         if not asked:
             return
-        self.tables["text"][row, : len(prompt)] = torch.tensor(prompt)
-        self.tables["length"][row] = len(prompt)
+        self.tables["text"][row, : len(prompt)].copy_(torch.tensor(prompt), non_blocking=True)
+        self.tables["length"][row].fill_(len(prompt))
         for at, one in enumerate(self.processors):
             if one.name in asked:
                 one.admit(self._of(one, row), asked[one.name], prompt)
-                self.tables["asked"][row, at] = True
+                self.tables["asked"][row, at].fill_(True)
 
     def process(self, tree: DraftTree, logits: Tensor, rows: Tensor) -> Tensor:
         """Return logits ``[B, n, V]``, changed where requests asked for that."""

@@ -158,11 +158,12 @@ class ProcessorStates(BufferSet, ProcessorColumns):
             BITMASK: bitmask,
             ENDS: min_new_tokens > 0 and bool(end_ids),
         }
-        self.kinds[row] = sum(bit for bit, asked in kinds.items() if asked)
-        self.min_p[row] = sampling.min_p
-        self.logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        # a number that is assigned comes from the host, and waits for the forward before
+        self.kinds[row].fill_(sum(bit for bit, asked in kinds.items() if asked))
+        self.min_p[row].fill_(sampling.min_p)
+        self.logprobs[row].fill_(-1 if sampling.logprobs is None else sampling.logprobs)
         drawn = DRAWN if sampling.drawn else PROCESSED
-        self.logprobs_of[row] = RAW if sampling.logprobs_of == "raw" else drawn
+        self.logprobs_of[row].fill_(RAW if sampling.logprobs_of == "raw" else drawn)
         self._own.admit(row, dict(sampling.processors), prompt)
         if kinds[PENALTIES]:
             self._admit_penalties(row, sampling, prompt)
@@ -173,10 +174,11 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         if kinds[BAD_WORDS]:
             self._admit_bad_words(row, sampling.bad_words, prompt)
         if sampling.allowed_tokens is not None:
-            self.allowed[row] = token_bitmask(sampling.allowed_tokens, self.history.shape[1])
+            allowed = token_bitmask(sampling.allowed_tokens, self.history.shape[1])
+            self.allowed[row].copy_(allowed, non_blocking=True)
         if kinds[ENDS]:
             self._write(self.end_ids[row], sorted(end_ids))
-            self.ends_from[row] = len(prompt) + min_new_tokens
+            self.ends_from[row].fill_(len(prompt) + min_new_tokens)
 
     def _admit_penalties(self, row: int, sampling: SamplingParams, prompt: Sequence[int]) -> None:
         three = (
@@ -184,10 +186,10 @@ class ProcessorStates(BufferSet, ProcessorColumns):
             sampling.frequency_penalty,
             sampling.presence_penalty,
         )
-        self.penalties[row] = torch.tensor(three)
-        self.history[row] = 0
+        self._write(self.penalties[row], three)
         tokens = torch.tensor(prompt, dtype=torch.int64)
-        self.history[row, tokens.to(self.history.device)] = 1
+        tokens = tokens.to(self.history.device, non_blocking=True)
+        self.history[row].zero_().index_fill_(0, tokens, 1)
 
     def _admit_bad_words(
         self, row: int, bad_words: Sequence[Sequence[int]], prompt: Sequence[int]
@@ -195,14 +197,14 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         words = torch.full(self.bad_words.shape[1:], -1, dtype=torch.int32)
         for at, word in enumerate(bad_words):
             words[at, -len(word) :] = torch.tensor(word)
-        self.bad_words[row] = words
+        self.bad_words[row].copy_(words, non_blocking=True)
         self._write(self.recent[row], list(prompt[::-1][: self.recent.shape[1]]), -2)
 
     @staticmethod
     def _write(out: Tensor, values: Sequence[float], pad: float = -1) -> None:
-        """Write a list of numbers, padded to the row's width."""
+        """Write a list of numbers, padded to the row's width, and wait for nothing."""
         padding = [pad] * (len(out) - len(values))
-        out.copy_(torch.tensor([*values, *padding], dtype=out.dtype))
+        out.copy_(torch.tensor([*values, *padding], dtype=out.dtype), non_blocking=True)
 
     def process(
         self, tree: DraftTree, logits: Tensor, rows: Tensor, bitmask: Tensor | None = None

@@ -12,6 +12,7 @@ from specattn.speculative.level import Level
 from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.sampling import SamplingParams
 from tests.grammars import Remainders, constrained_text
+from tests.own_processors import NoNgram
 from tests.processors import GREEDY, greedy_text
 from tests.speculative.stepping import PROMPTS, SETTINGS, admitted, engine
 from tests.speculative.test_tbo_step import Counted
@@ -162,3 +163,36 @@ def test_nothing_is_noted_where_the_second_half_fails(cudagraph, monkeypatch):
             text += new
     count = min(map(len, texts))
     assert [text[:count] for text in texts] == expected(run, count)
+
+
+@pytest.mark.gpu
+def test_admitting_processed_requests_waits_for_nothing_on_the_device():
+    """The forward before is still running then, and the host would launch the next one late."""
+    asked = SamplingParams(
+        temperature=1.0,
+        repetition_penalty=1.3,
+        frequency_penalty=0.5,
+        min_p=0.1,
+        logit_bias={3: 1.5, 60: -2.0},
+        bad_words=[[4, 5], [6]],
+        allowed_tokens=range(3, 50),
+        logprobs=2,
+        processors={"no 2-gram": None},
+    )
+    on, host = (
+        ProcessorStates.alloc(
+            3, 61, torch.device(where), processors=[NoNgram(2)], max_context_len=16
+        )
+        for where in (DEVICE, "cpu")
+    )
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            on.penalties[2] = torch.ones(3)
+        on.admit(2, asked, [7, 8, 7], min_new_tokens=4, end_ids=[9, 1], bitmask=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    host.admit(2, asked, [7, 8, 7], min_new_tokens=4, end_ids=[9, 1], bitmask=True)
+    for name, table in host.tensors().items():
+        assert torch.equal(on.tensors()[name].cpu(), table), name

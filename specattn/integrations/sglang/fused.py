@@ -176,9 +176,10 @@ def fused_head(
 def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block, ...]:
     """Return the weights of decoder layers, none of them copied."""
     from sglang.srt.distributed import tensor_model_parallel_all_reduce
+    from sglang.srt.runtime_context import get_parallel
 
     tables: dict[int, SGLangAngles] = {}
-    rank, size = _place()
+    rank = get_parallel().tp_rank
     found = []
     for part, geometry in zip(modules, layers, strict=True):
         attention, mlp, rotary = part.self_attn, part.mlp, part.self_attn.rotary_emb
@@ -202,28 +203,23 @@ def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block
                 mlp.down_proj.weight,
                 # once in the sum over ranks
                 None if rank else attention.o_proj.bias,
-                reduce=tensor_model_parallel_all_reduce if size > 1 else None,
+                reduce=tensor_model_parallel_all_reduce if _ranks() > 1 else None,
             )
         )
     return tuple(found)
 
 
-def _place() -> tuple[int, int]:
-    """Return this rank, and how many there are."""
+def _ranks() -> int:
+    """Return how many ranks share a model."""
     from sglang.srt.runtime_context import get_parallel
 
-    found = get_parallel()
-    return found.tp_rank, found.tp_size
-
-
-def ranks() -> int:
-    """Return how many ranks share a model."""
-    return _place()[1]
+    size: int = get_parallel().tp_size
+    return size
 
 
 def _embedding(module: Any) -> Any:
     """Return an embedding without rows that pad it; ranks call SGLang's."""
-    if ranks() > 1:
+    if _ranks() > 1:
         return module
     return nn.Embedding.from_pretrained(module.weight[: module.num_embeddings])
 
@@ -231,7 +227,7 @@ def _embedding(module: Any) -> Any:
 def _vocabulary(model: Any) -> nn.Linear:
     """Return the output projection without the rows that pad it."""
     weight, size = model.lm_head.weight, model.logits_processor.vocab_size
-    return GatheredLinear(weight, size) if ranks() > 1 else as_linear(weight[:size])
+    return GatheredLinear(weight, size) if _ranks() > 1 else as_linear(weight[:size])
 
 
 def _refuse(model: Any, known: tuple[str, ...], layers: Sequence[AttnConfig]) -> None:
@@ -282,7 +278,7 @@ def _layer_reasons(part: Any, geometry: AttnConfig, config: Any) -> Iterator[str
     yield from _odd("rotary_emb", rotary, *ROTATIONS)
     if not rotary.is_neox_style or rotary.rotary_dim != geometry.head_dim:
         yield "the rotation is not that of two halves of a head"
-    share = geometry.num_qo_heads * ranks(), len(mlp.gate_up_proj.weight) * ranks()
+    share = geometry.num_qo_heads * _ranks(), len(mlp.gate_up_proj.weight) * _ranks()
     if share != (config.num_attention_heads, 2 * config.intermediate_size):
         yield "heads and columns are not this rank's share of the model's"
 

@@ -21,7 +21,7 @@ from specattn.batch import Phase
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang.backend import LayerBackend
-from specattn.integrations.sglang.fused import fused_head, fused_target, ranks
+from specattn.integrations.sglang.fused import fused_head, fused_target
 from specattn.integrations.sglang.layers import attention_layers, cached, layer_config
 from specattn.integrations.sglang.names import ALGORITHM
 from specattn.speculative.model import DraftOutput, TargetOutput
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: 0 has SGLang's modules run, for comparisons; by default only several ranks do, but for "ranks".
+#: 0 has SGLang's modules run, for comparisons.
 FUSED_VARIABLE = "SPECATTN_SGLANG_FUSED"
 
 #: SGLang's name of a forward, by the phase of the plan that it runs over.
@@ -219,9 +219,8 @@ def step_models(
 
 def _fused(name: str, fuse: Callable[[], Any], modules: SGLangModel) -> Any:
     """Return a model's fused form, or its modules; log why."""
-    wanted = os.environ.get(FUSED_VARIABLE, "1")
-    why = f"{FUSED_VARIABLE}={wanted}, {ranks()} ranks"
-    if wanted == "ranks" or (wanted != "0" and ranks() == 1):
+    why = f"{FUSED_VARIABLE}=0"
+    if os.environ.get(FUSED_VARIABLE) != "0":
         try:
             modules = fuse()
         except UnsupportedError as error:

@@ -64,8 +64,8 @@ class Processed:
         # of a request that was taken back
         if params.penalised and req.output_ids:
             history = self.states.history[row]
-            emitted = torch.tensor(list(req.output_ids), device=history.device)
-            history += 2 * torch.bincount(emitted, minlength=len(history)).to(history.dtype)
+            emitted = torch.tensor(list(req.output_ids)).to(history.device, non_blocking=True)
+            history.index_add_(0, emitted, torch.full_like(emitted, 2, dtype=history.dtype))
 
 
 class TreeGrammar:

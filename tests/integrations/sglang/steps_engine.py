@@ -93,7 +93,7 @@ SETTINGS = {
         {"max_total_tokens": 150, "context_length": CONTEXT},
     ),
     "ranks": Setting((4, 5, 16), ("drawn", "unseeded"), {"tp_size": 2}),
-    "fused ranks": Setting((4, 5, 16), ("drawn",), {"tp_size": 2}, "ranks"),
+    "module ranks": Setting((4, 5, 16), ("drawn",), {"tp_size": 2}, fused="0"),
 }
 
 

@@ -286,7 +286,7 @@ def test_log_probabilities_of_a_text():
 
 
 @pytest.mark.parametrize(
-    ("setting", "fused"), [("tree", 2), ("chain", 0), ("ranks", 0), ("fused ranks", 2)]
+    ("setting", "fused"), [("tree", 2), ("chain", 0), ("ranks", 2), ("module ranks", 0)]
 )
 def test_forwards_are_fused_where_they_can_be(setting, fused):
     assert run(setting)["counts"]["fused models"] == fused
