@@ -202,7 +202,7 @@ class ProcessorStates(BufferSet, ProcessorColumns):
 
     @staticmethod
     def _write(out: Tensor, values: Sequence[float], pad: float = -1) -> None:
-        """Write a list of numbers, padded to the row's width, and wait for nothing."""
+        """Write numbers, padded to the row's width, without waiting."""
         padding = [pad] * (len(out) - len(values))
         out.copy_(torch.tensor([*values, *padding], dtype=out.dtype), non_blocking=True)
 
