@@ -494,9 +494,9 @@ def attend(
     acc = warpgroup_mma_wait(0, deps=[acc_next])
     mbarrier.arrive(ring.v_free.index(stage), count=1)
     stage, phase = advance(stage, phase, t)
-    inverse = gl.convert_layout(gl.where(total > 0.0, 1.0 / total, 0.0), by_value)
+    inverse = gl.convert_layout(gl.where(total != 0.0, 1.0 / total, 0.0), by_value)
     # a row that saw nothing may have met anything in the pool
-    acc = gl.where((inverse > 0.0)[:, None], acc * inverse[:, None], 0.0)
+    acc = gl.where((inverse != 0.0)[:, None], acc * inverse[:, None], 0.0)
     if factors.HAS_SCALE:
         acc = acc * factors.v_scale
     log2_sum = (top if t.HAS_CAP else top * factors.base2) + gl.log2(total)

@@ -399,7 +399,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
                     at = s_at.to(gl.int64) * c.LSE_TOKEN + s_head * c.LSE_HEAD
                     gl.store(
                         rows.lse + at,
-                        gl.where(total > 0.0, log2_sum * LN2, float("-inf")),
+                        gl.where(total != 0.0, log2_sum * LN2, float("-inf")),
                         mask=s_ok,
                     )
             else:
@@ -417,7 +417,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
                 # without sharing there is room for rows of padding
                 gl.store(
                     rows.partial_lse + block + s_row,
-                    gl.where(total > 0.0, log2_sum, EMPTY),
+                    gl.where(total != 0.0, log2_sum, EMPTY),
                     mask=s_ok if c.SHARED else None,
                 )
         else:

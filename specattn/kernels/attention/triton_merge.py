@@ -216,7 +216,9 @@ def merge_kernel(
         # rows without any key: their partials are all 0, and so is the result
         tl.store(ptr, (acc / total[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & column_ok)
         if lse is not None:
-            value = tl.where(top > 0.5 * EMPTY, (top + tl.log2(total)) * LN2, float("-inf"))
+            # a sum that is no number says so, whatever the maximum left out
+            seen = (top > 0.5 * EMPTY) | (total != total)
+            value = tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
             ptr = lse + q_row * stride_lse + q_head * stride_lse_head
             tl.store(ptr, value, mask=ok & (first_column == 0))
 
@@ -287,5 +289,5 @@ def merge_lse_kernel(
     at = (b * out_b + t * out_t + h * out_h)[:, None] + d[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=ok[:, None] & column)
     if lse is not None:
-        value = tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), empty)
+        value = tl.where(total != 0, base + tl.log(tl.where(total != 0, total, 1.0)), empty)
         tl.store(lse + b * lse_b + t * lse_t + h * lse_h, value, mask=ok)

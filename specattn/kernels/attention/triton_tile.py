@@ -147,8 +147,8 @@ def store_rows(
     mask = row_ok[:, None]
     if V_PAD != V_DIM:
         mask = mask & (dv < V_DIM)[None, :]
-    inverse = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
+    inverse = tl.where(total != 0.0, 1.0 / tl.where(total != 0.0, total, 1.0), 0.0)
     if v_scale is not None:
         inverse *= v_scale
-    values = tl.where((total > 0.0)[:, None], acc * inverse[:, None], 0.0)
+    values = tl.where((total != 0.0)[:, None], acc * inverse[:, None], 0.0)
     tl.store(rows[:, None] + dv[None, :], values.to(rows.dtype.element_ty), mask=mask)

@@ -551,7 +551,7 @@ def tree_attention_kernel(
                 BN,
                 STAGES,
             )
-        log2_sum = (top if HAS_CAP else top * base2) + tl.log2(tl.where(total > 0.0, total, 1.0))
+        log2_sum = (top if HAS_CAP else top * base2) + tl.log2(tl.where(total != 0.0, total, 1.0))
         whole = partials == 1
         if PARTIAL_TILES and sinks is not None:
             # the merge adds them, after all keys
@@ -569,7 +569,7 @@ def tree_attention_kernel(
             if lse is not None:
                 tl.store(
                     lse + q_row * stride_lse + q_head * stride_lse_head,
-                    tl.where(total > 0.0, log2_sum * LN2, float("-inf")),
+                    tl.where(total != 0.0, log2_sum * LN2, float("-inf")),
                     mask=row_ok,
                 )
         else:
@@ -585,7 +585,7 @@ def tree_attention_kernel(
                 at = at.to(tl.int64) * BM + tl.arange(0, BM)  # [BM]
             store_rows(partial_out + at * V_DIM, acc, total, row_ok, V_DIM, V_PAD, v_scale)
             lse_ok = row_ok if PARTIAL_TILES or SHARED else None
-            tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY), mask=lse_ok)
+            tl.store(partial_lse + at, tl.where(total != 0.0, log2_sum, EMPTY), mask=lse_ok)
         left -= stop - tile
         if PROMPT:
             # one turn. A pass of the compiler that takes this for a loop must find what follows

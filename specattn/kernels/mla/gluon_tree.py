@@ -123,7 +123,7 @@ def _store(
 ):
     """Store value columns from ``256 * SIDE`` on: results, or partial ``partial``."""
     rows: gl.constexpr = gl.SliceLayout(1, VALUES)
-    seen = total > 0.0
+    seen = total != 0.0
     inverse = gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)
     acc = acc * gl.convert_layout(inverse, rows)[:, None]
     values = gl.convert_layout(acc.to(out.dtype.element_ty), STORED)
@@ -158,7 +158,7 @@ def _store_sums(
     """Store log-sum-exps: as results, or as partial ``partial``."""
     row = gl.arange(0, BM, layout=top.type.layout)
     packed = work.m_tile * BM + row
-    seen = total > 0.0
+    seen = total != 0.0
     log2_sum = top * base2 + gl.log2(gl.where(seen, total, 1.0))
     if partials == 1:
         if lse is not None:

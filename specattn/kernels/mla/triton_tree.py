@@ -177,20 +177,20 @@ def mla_attention_kernel(
             BN,
             STAGES,
         )
-        log2_sum = top * base2 + tl.log2(tl.where(total > 0.0, total, 1.0))
+        log2_sum = top * base2 + tl.log2(tl.where(total != 0.0, total, 1.0))
         if partials == 1:
             out_rows = out + q_row * stride_out + head * stride_out_head
             store_rows(out_rows, acc, total, row_ok, RANK, RANK_PAD)
             if lse is not None:
                 tl.store(
                     lse + q_row * stride_lse + head * stride_lse_head,
-                    tl.where(total > 0.0, log2_sum * LN2, float("-inf")),
+                    tl.where(total != 0.0, log2_sum * LN2, float("-inf")),
                     mask=row_ok,
                 )
         else:
             at = ((split + merge_rank) * MT + m_tile).to(tl.int64) * BM + tl.arange(0, BM)
             store_rows(partial_out + at * RANK, acc, total, row_ok, RANK, RANK_PAD)
-            tl.store(partial_lse + at, tl.where(total > 0.0, log2_sum, EMPTY))
+            tl.store(partial_lse + at, tl.where(total != 0.0, log2_sum, EMPTY))
         left -= stop - tile
         if left > 0:
             req += 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specattn.kernels.attention.tiles import MergeTile
-from specattn.testing.oracle import visible_slots
+from specattn.testing.oracle import unwritten, visible_slots
 from tests.kernels.attention.calls import attend, make_kernel, plan, run, run_naive
 from tests.oracle import (
     NAN,
@@ -145,6 +145,47 @@ def test_kernel_matches_the_oracle_at_size(name: str) -> None:
     case.clear()
     run_naive(case)
     check(case, expected)
+
+
+# what a request's cached keys are: all no numbers, or one of them
+SPOILED = {"all": slice(None), "first": slice(0, 1), "last": slice(-1, None)}
+
+
+@pytest.mark.parametrize("which", SPOILED)
+@pytest.mark.parametrize(
+    "form", ["tree", "cap_f16", "window", "lists", pytest.param("bf16", marks=pytest.mark.gpu)]
+)
+def test_keys_that_are_no_numbers_give_none(form: str, which: str) -> None:
+    """In every head of their request, in results and sums, and in no other request's."""
+    options: dict[str, Any] = {
+        "cap_f16": {"logit_cap": 10.0, "dtype": F16, "head_dim": 64},
+        "window": {"window_left": 500},
+        "bf16": {"dtype": BF16, "head_dim": 128, "heads": (32, 8)},
+    }.get(form, {})
+    make = make_csr_case if form == "lists" else make_tree_case
+    case = make([300, 65, 40], **options, device=DEVICE)
+    if form == "lists":
+        slots = case.args["kv_indices"][: case.args["kv_indptr"][1]]
+    else:
+        slots = case.args["req_to_token"][case.args["req_pool_indices"][0], :300]
+    expected = (oracle_csr if form == "lists" else oracle_tree)(case)
+    case.k_cache[slots[SPOILED[which]].long()] = NAN
+    rows = len(case.q) // 3
+    for call in (
+        lambda: run_naive(case),
+        lambda: attend(make_kernel(case), case),
+        lambda: attend(make_kernel(case, ctas=8), case),
+    ):
+        case.clear()
+        call()
+        # clearing fills with a NaN of its own
+        assert not unwritten(case.out).any()
+        assert case.out[:rows].isnan().all()
+        assert case.lse[:rows].isnan().all()
+        # what the others found, beside numbers for those that have none
+        case.out[:rows] = expected[0][:rows].to(case.out)
+        case.lse[:rows] = expected[1][:rows].to(case.lse)
+        check(case, expected)
 
 
 def test_tensors_may_be_views() -> None:

@@ -11,6 +11,7 @@ import torch
 from specattn.kernels.attention import DeterministicSplits
 from specattn.kernels.attention.tiles import MergeTile
 from specattn.kernels.mla.tiles import mla_tile_config
+from specattn.testing.oracle import unwritten
 from tests.kernels.attention.calls import attend, make_kernel, run_extend, run_naive
 from tests.oracle import (
     NAN,
@@ -107,6 +108,37 @@ def test_kernel_and_naive_match_the_oracle(name: str) -> None:
         tile = replace(tile, ctas_per_sm=8)
     attend(make_kernel(case, tile=tile), case)
     check(case, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"dtype": BF16, "heads": 16, "rank": 512, "rope": 64}, marks=pytest.mark.gpu),
+    ],
+    ids=["f32", "bf16"],
+)
+def test_rows_that_are_no_numbers_give_none(options: dict[str, Any]) -> None:
+    """In results and sums of their request, and in no other's."""
+    case = tree_case([300, 65, 40], **options)
+    expected = oracle_tree(case)
+    slots = case.args["req_to_token"][case.args["req_pool_indices"][0], :300]
+    case.k_cache[slots.long()] = float("nan")
+    rows = len(case.q) // 3
+    for call in (
+        lambda: run_naive(case),
+        lambda: attend(make_kernel(case), case),
+        lambda: attend(make_kernel(case, ctas=8), case),
+    ):
+        case.clear()
+        call()
+        # clearing fills with a NaN of its own
+        assert not unwritten(case.out).any()
+        assert case.out[:rows].isnan().all()
+        assert case.lse[:rows].isnan().all()
+        case.out[:rows] = expected[0][:rows].to(case.out)
+        case.lse[:rows] = expected[1][:rows].to(case.lse)
+        check(case, expected)
 
 
 @pytest.mark.parametrize("name", ["tile_edges", "f16"])
