@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -230,7 +232,11 @@ class PendingStep:
 
 
 class InFlight:
-    """Launched steps, by the entry of the host buffers they use."""
+    """Launched steps, by the entry of the host buffers they use.
+
+    Whoever drops it waits for the steps in flight: torch gives pinned memory away at once, and does
+    not know that a step has yet to read its rows there, or to write its tokens.
+    """
 
     def __init__(self, host: HostBuffers) -> None:
         self.host = host
@@ -247,6 +253,7 @@ class InFlight:
         self._next = 0
         # whether the device's entry is known to be `_next`
         self._aligned = True
+        weakref.finalize(self, _end, self._steps, host).atexit = False
 
     @property
     def steps(self) -> list[PendingStep]:
@@ -304,6 +311,15 @@ class InFlight:
             torch.cuda.current_stream(entry.device).synchronize()
         entry.fill_(self._next)
         self._aligned = True
+
+
+def _end(steps: Sequence[PendingStep | None], host: HostBuffers) -> None:
+    """Wait for steps that nobody has waited for, which use ``host``."""
+    for step in steps:
+        # after an error CUDA has nothing left to wait for
+        with suppress(RuntimeError):
+            if step is not None and not step.ready:
+                step.wait()
 
 
 @cache
