@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
-from functools import cache
 
 import torch
 
 from specattn.cuda_graph import driver
+from specattn.cuda_graph.streams import own_stream
 
 # CUgraphNodeType of cuda.h
 _KERNEL, _MEMSET = 0, 2
@@ -115,18 +115,13 @@ def _setting(address: int, value: int, size: int, width: int) -> torch.cuda.CUDA
     # the same bits as a signed number of this size
     number = int.from_bytes((value % 256**size).to_bytes(size, "little"), "little", signed=True)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.stream(_side(memory.device)):
+    with torch.cuda.stream(own_stream("begin", memory.device.index)):
         graph.capture_begin()
         try:
             memory.fill_(number)
         finally:
             graph.capture_end()
     return graph
-
-
-@cache
-def _side(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 class _Memory:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from specattn.cuda_graph import driver
 from specattn.cuda_graph.memset_nodes import replace_memsets
+from specattn.cuda_graph.streams import own_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,12 +29,16 @@ class Recording(Generic[T]):
 
 
 class Recorder:
-    """Records graphs of the current device that share one memory pool."""
+    """Records graphs of the current device that share one memory pool.
+
+    Graphs of all recorders of a device multiply in one workspace of cuBLAS, so they must not run
+    at the same time.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = None
         self._anchor: torch.cuda.CUDAGraph | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._warm = False
 
     def record(self, step: Callable[[], T]) -> Recording[T]:
         """Run ``step`` (the first one twice) and record it.
@@ -79,21 +83,20 @@ class Recorder:
     def _warm_up(self, step: Callable[[], Any]) -> None:
         """Compile kernels and create library handles outside the recording.
 
-        Always on the same stream: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for every
-        stream that ever multiplied. Once is enough for kernels; the first time a library may
-        choose anew on its second call.
+        On the stream that is recorded, which gives products there a workspace that belongs to no
+        graph's pool. Once is enough for kernels; the first time a library may choose anew on its
+        second call.
         """
-        again = self._stream is None
-        stream = self._stream = self._stream or torch.cuda.Stream()
-        current = torch.cuda.current_stream()
+        stream, current = _work_stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
                 step()
-                if again:
+                if not self._warm:
                     step()
         finally:
             current.wait_stream(stream)
+        self._warm = True
 
 
 def instantiate(graph: torch.cuda.CUDAGraph) -> None:
@@ -127,13 +130,20 @@ def side_by_side(device: torch.device, *calls: Callable[[], object]) -> None:
         return
     (second,) = others
     current = torch.cuda.current_stream(device)
-    side = next(stream for stream in _two_streams(device) if stream != current)
-    side.wait_stream(current)
-    try:
+    side = own_stream("side", current.device_index)
+    with _joining(current, side):
         with torch.cuda.stream(side):
             second()
         first()
-    except Exception:
+
+
+@contextlib.contextmanager
+def _joining(current: torch.cuda.Stream, side: torch.cuda.Stream) -> Iterator[None]:
+    """Let a stream leave the current one, and join it again."""
+    side.wait_stream(current)
+    try:
+        yield
+    except BaseException:
         # what failed may have ended the recording
         with contextlib.suppress(RuntimeError):
             current.wait_stream(side)
@@ -141,19 +151,8 @@ def side_by_side(device: torch.device, *calls: Callable[[], object]) -> None:
     current.wait_stream(side)
 
 
-@cache
-def _two_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Return two streams; a recording has one of them at most."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-
-@cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all recordings on a device.
-
-    Torch's own is one of the device that was recorded on first, and makes that the current one.
-    """
-    return torch.cuda.Stream(device)
+def _work_stream() -> torch.cuda.Stream:
+    return own_stream("work", torch.cuda.current_device())
 
 
 @contextlib.contextmanager
@@ -165,15 +164,16 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """
     failed: Exception | None = None
     stream = torch.cuda.current_stream()
-    side = _capture_stream(torch.cuda.current_device())
+    begin, work = own_stream("begin", torch.cuda.current_device()), _work_stream()
     try:
         with (
             torch.cuda.stream(stream),
             no_collection(),
-            torch.cuda.graph(graph, pool=pool, stream=side),
+            torch.cuda.graph(graph, pool=pool, stream=begin),
         ):
             try:
-                yield
+                with _joining(begin, work), torch.cuda.stream(work):
+                    yield
             except Exception as error:
                 failed = error
                 raise
@@ -193,7 +193,8 @@ def _clear(pool: Any) -> None:
     # a RuntimeError says that there is nothing to end, or that CUDA is past all help
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-    with contextlib.suppress(RuntimeError), no_collection(), torch.cuda.stream(torch.cuda.Stream()):
+    begin = own_stream("begin", torch.cuda.current_device())
+    with contextlib.suppress(RuntimeError), no_collection(), torch.cuda.stream(begin):
         number, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
         graph.capture_begin()
         number.zero_()
