@@ -76,14 +76,21 @@ def table(head: list[str], rows: list[list[Any]]) -> str:
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
-def environments(record: dict[str, Any], gpu: dict[str, Any]) -> str:
+def gpu_runs() -> list[dict[str, Any]]:
+    """Return the records of the GPU suite, a stack of versions each, the oldest torch first."""
+    runs = [json.loads(path.read_text()) for path in TESTS.glob("gpu_record*.json")]
+    return sorted(
+        runs, key=lambda run: tuple(map(int, re.findall(r"\d+", run["versions"]["torch"])))
+    )
+
+
+def environments(record: dict[str, Any]) -> str:
     """Return what ran in which environment."""
-    runs = {
-        f"`{name}`": run | {"device": "CPU"} for name, run in record.items() if "counts" in run
-    } | {"GPU suite": gpu}
+    runs = {f"`{name}`": run | {"device": "CPU"} for name, run in record.items() if "counts" in run}
+    runs |= {f"GPU suite, torch {run['versions']['torch']}": run for run in gpu_runs()}
     rows = [
         [
-            name,
+            name.partition(",")[0],
             run["device"],
             *(run["versions"].get(column, "") for column in ("python", *COLUMNS)),
             *(run["counts"][kind] for kind in ("passed", "failed", "skipped")),
@@ -184,10 +191,9 @@ def verified(path: Path) -> str:
 def page() -> str:
     """Return the page."""
     record = json.loads((TESTS / "compat_record.json").read_text())
-    gpu = json.loads((TESTS / "gpu_record.json").read_text())
     return (
         HEAD
-        + environments(record, gpu)
+        + environments(record)
         + published(record)
         + compiled(record)
         + TRITON

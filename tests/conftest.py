@@ -8,9 +8,11 @@ import json
 import logging
 import os
 import platform
+from collections import Counter
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -86,6 +88,10 @@ SLOW = (
     "tests/testing/test_proposer_kit.py",
     "tests/testing/test_stand_ins.py",
 )
+
+
+# seconds of tests after which a run says what took them
+LONG = 60
 
 
 # environments of engines have no pytest-xdist
@@ -172,6 +178,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         )
         + "\n"
     )
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the files that took longest, in seconds of their processes."""
+    took: Counter[str] = Counter()
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        # warnings are among them, too
+        if isinstance(report, pytest.TestReport):
+            took[report.nodeid.partition("::")[0]] += report.duration
+    if sum(took.values()) > LONG:
+        terminalreporter.section("slowest files")
+        for path, seconds in took.most_common(12):
+            terminalreporter.line(f"{seconds:7.1f} s {path}")
 
 
 @pytest.fixture(autouse=True)
