@@ -193,6 +193,18 @@ def test_of_equal_tokens_in_a_list_the_lower_ones_are_kept(cut, small, monkeypat
     check(got, [law(row, 1.0, *cut) for row in rows])
 
 
+@pytest.mark.parametrize("tied", [(0, 1), (0, 89), (1, 2), (88, 89)], ids=str)
+def test_of_two_tokens_that_tie_for_the_last_place_one_is_kept(tied, small, monkeypatch):
+    """Wherever they are, the first token and the last one among them."""
+    for name, size in {"BLOCK": 128, "KEPT": 128, "FEW_ROWS": 0}.items():
+        monkeypatch.setattr(f"{TRITON}.{name}", size)
+    row = [2.0 if t in tied else 3.0 if t == 40 else -t / 90 for t in range(90)]
+    settings = [(2, 1.0), (0, 0.7), (2, 0.9)]
+    with using("triton"):
+        got = probs_of([row] * 3, [1.0] * 3, *zip(*settings, strict=True), 1)
+    check(got, [law(row, 1.0, *cut) for cut in settings])
+
+
 def test_cuts_do_not_depend_on_the_programs_of_a_row(small, monkeypatch):
     logits = torch.randn(2, 150).bfloat16().tolist()
     settings = [1.0, 2.0], [40, 100], [1.0, 0.6]
