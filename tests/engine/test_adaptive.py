@@ -174,6 +174,23 @@ def test_acceptance_is_that_of_the_window():
     assert shallow.seconds(1) == pytest.approx(0.1), "what is disturbed takes longer"
 
 
+def test_a_steps_time_is_that_of_the_bucket_it_ran_in():
+    """Whoever had ended rode along, and is looked for where the next batch runs."""
+    configs = SpeculativeConfigs([DEEP, SHALLOW], None, [1, 4])
+    configs.count(DEEP, [0, 2, 0], 2, 0.5)
+    deep = configs.acceptance[DEEP]
+    assert (deep.seconds(4), deep.seconds(1)) == (0.5, None)
+    configs.count(SHALLOW, [1, 2, 1, 1], 5, 0.25)
+    seen, prior = [], 4.0
+    configs.policy = lambda observed: seen.append(observed) or SHALLOW
+    for batch in (2, 3, 4):
+        configs.choose([99] * batch)
+        goodput = GoodputPolicy(prior=prior).goodput(seen[-1])
+        for config, seconds in ((DEEP, 0.5), (SHALLOW, 0.25)):
+            tokens = expected_tokens(configs.acceptance, config, prior * batch)
+            assert goodput[config] == pytest.approx(tokens / seconds)
+
+
 def test_times_leave_with_their_steps():
     """What a host was busy with, or compiled, is forgotten; one time is kept, however old."""
     configs = SpeculativeConfigs([DEEP, SHALLOW], None, [1, 4], window=20)
@@ -276,6 +293,16 @@ def test_little_data_counts_as_little():
     seen = observed({SHALLOW: [2], replace(SHALLOW, topk=2): []})
     rates = [expected_tokens(seen.acceptance, config) for config in seen.configs]
     assert rates == pytest.approx([1 + own[0] + own[0] * own[1], 1 + pooled[0] * (1 + pooled[1])])
+
+
+def test_a_depth_is_judged_by_those_who_reached_it():
+    """By hand: of four requests two reached depth 1, and one of these depth 2."""
+    first = (2 + 4 * 0.5) / (4 + 4)
+    second = (1 + 4 * first) / (2 + 4)
+    seen = observed({SHALLOW: [1, 1, 2, 3], replace(SHALLOW, topk=2): []})
+    found = [expected_tokens(seen.acceptance, config) for config in seen.configs]
+    own = (2 + 4 * first) / (4 + 4), (1 + 4 * second) / (2 + 4)
+    assert found == pytest.approx([1 + own[0] * (1 + own[1]), 1 + first * (1 + second)])
 
 
 def test_goodput_follows_acceptance_and_batch_size():
