@@ -59,6 +59,18 @@ def test_totals_are_those_of_the_outputs(models):
     assert json.loads(json.dumps(asdict(found)))["accept_lens"] == list(found.accept_lens)
 
 
+def test_prompts_that_wait_for_one_another_are_counted(models):
+    """Each shares more with the one before, so they run in three waves."""
+    run = make(models)
+    texts = [[*range(20)], [*range(8), *range(30, 42)], [*range(8), *range(30, 38), 50, 51]]
+    asked = [Request(text, 4) for text in texts]
+    results = run.add(asked)
+    assert run.metrics().shared_tokens == 6 + 14
+    while run.num_running:
+        run.step()
+    same(run.metrics(), asked, results)
+
+
 def test_nothing_has_no_mean(models):
     found = make(models).metrics()
     assert found.accepted_per_step == 0
@@ -127,6 +139,21 @@ def test_requests_that_are_dropped_or_never_run(models, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run.generate(REQUESTS, stop)
     assert sum(run.metrics().finished.values()) == 2 + len(REQUESTS)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_requests_that_wait_when_a_call_ends_are_dropped_too(models, error):
+    run, waiting = make(models), []
+
+    def stop(*_):
+        waiting.append(run.metrics().waiting)
+        raise error
+
+    with pytest.raises(error):
+        run.generate([Request([at], 9) for at in range(1, 6)], stop)
+    assert waiting == [2]
+    assert run.metrics().finished == {"dropped": 5}
+    assert (run.metrics().waiting, run.metrics().running) == (0, 0)
 
 
 class NoTorch(TorchDispatchMode):
