@@ -131,6 +131,21 @@ def test_a_context_ends_with_its_last_slot(target) -> None:
             assert result.finish_reason == "context"
 
 
+@pytest.mark.parametrize("at", [0, 1, 3], ids=["first", "second", "last"])
+@pytest.mark.parametrize("chunk", [4096, 40])
+def test_a_prompt_that_fills_its_context_leaves_the_drafts_of_others(target, at, chunk) -> None:
+    """Only it has no bonus token to read; the draft is the target, and so always right."""
+    config, prompts = of("chain", 33, 4), [[3, 14, 15, 9], [5], [7, 8] * 6]
+    engine = poisoned(Engine(target, LMDraft(target, VOCAB), config, buckets=[4]))
+    engine._prefill = replace(engine._prefill, chunk=chunk)
+    prompts.insert(at, list(range(1, 34)))
+    results = engine.generate([Request(prompt, 14) for prompt in prompts])
+    assert results[at].finish_reason == "context"
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.tokens == dense_greedy(target, prompt, min(14, 34 - len(prompt)))
+        assert set(result.accept_lens[:-1]) == ({4} if len(prompt) < 33 else set())
+
+
 def test_configs_may_alternate_with_plain_decoding(target, wanted) -> None:
     """Plain steps keep the draft up to date."""
     main, plain = SpecConfig(3, 1, 4, 64, 4), SpecConfig(0, 1, 1, 64, 4)
