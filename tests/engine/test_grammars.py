@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -43,6 +44,23 @@ def test_greedy_texts_are_those_of_plain_constrained_decoding(config, options):
         assert out.tokens == want
     if config != "plain":
         assert max(n for out in outs for n in out.accept_lens) > 2
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7])
+def test_first_tokens_of_several_forwards_obey_their_own_grammars(chunk):
+    """Prompts end in forwards of their own; the second request has no grammar."""
+    run, target = engine(CONFIGS["tree"]), TinyTarget(device=DEVICE)
+    run._prefill = replace(run._prefill, chunk=chunk)
+    prompts = [*PROMPTS, [4, 16]]
+    requests = [
+        Request(prompt, 9, params, grammar=partial(Remainders, prompt) if at != 1 else None)
+        for at, (prompt, params) in enumerate(
+            zip(prompts, [SamplingParams(), GREEDY["three"]] * 2, strict=True)
+        )
+    ]
+    for request, out in zip(requests, run.generate(requests), strict=True):
+        text = constrained_text if request.grammar else greedy_text
+        assert out.tokens == text(target, list(request.prompt), 9, request.sampling)
 
 
 def test_a_grammar_is_told_every_token_once():

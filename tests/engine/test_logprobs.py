@@ -138,7 +138,14 @@ def test_a_text_that_fills_its_context_has_them_to_the_end():
 def test_prompts_that_run_in_chunks_have_their_own():
     run = engine()
     run._prefill = replace(run._prefill, chunk=4)
-    requests = [Request(prompt, 3, SamplingParams(logprobs=3)) for prompt in PROMPTS]
+    kinds = [
+        SamplingParams(logprobs=3),
+        replace(DRAWN, logprobs=1, logprobs_of="processed"),
+        replace(GREEDY["three"], temperature=0.7, seed=5, logprobs=2, logprobs_of="processed"),
+        SamplingParams(logprobs=5),
+    ]
+    prompts = [*PROMPTS, [4, 16]]
+    requests = [Request(prompt, 3, kind) for prompt, kind in zip(prompts, kinds, strict=True)]
     for request, out in zip(requests, run.generate(requests), strict=True):
         check(request, out)
 

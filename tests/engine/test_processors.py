@@ -47,6 +47,17 @@ def test_greedy_texts_are_those_of_plain_decoding(name, config):
         assert max(n for out in outs for n in out.accept_lens) > 2
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 7])
+def test_first_tokens_of_several_forwards_are_their_own_requests(chunk):
+    run, target = engine(CONFIGS["chain"]), TinyTarget(device=DEVICE)
+    run._prefill = replace(run._prefill, chunk=chunk)
+    kinds = [GREEDY["allowed"], SamplingParams(), GREEDY["bias"], GREEDY["repetition"]]
+    prompts = [*PROMPTS, [4, 16]]
+    requests = [Request(prompt, 5, kind) for prompt, kind in zip(prompts, kinds, strict=True)]
+    for request, out in zip(requests, run.generate(requests), strict=True):
+        assert out.tokens == greedy_text(target, list(request.prompt), 5, request.sampling)
+
+
 def test_repeats_within_one_steps_path(monkeypatch):
     """Tokens that a step itself emits count in that step; without the path the text differs."""
     monkeypatch.setattr("specattn.kernels.uses_triton", lambda device: False)

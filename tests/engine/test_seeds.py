@@ -49,6 +49,15 @@ def test_given_seeds_and_greedy_requests_do_not_notice_them(models):
     assert named[0] not in (None, 5)
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 12])
+def test_prompts_of_several_forwards_draw_what_whole_ones_do(models, chunk):
+    requests = [replace(NAMED, prompt=PROMPT[at:]).seeded(at) for at in (0, 5, 2, 8)]
+    run = engine(models)
+    run._prefill = replace(run._prefill, chunk=chunk)
+    found = [out.tokens for out in run.generate(requests)]
+    assert found == [tokens for _, tokens in texts(models, requests)]
+
+
 def test_only_requests_that_need_a_seed_move_the_generator(models):
     run, before = engine(models), torch.get_rng_state()
     run.generate([NAMED, Request(PROMPT, 2)])
