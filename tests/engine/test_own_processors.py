@@ -11,7 +11,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.level import Level
-from specattn.speculative.logits_processor import LogitsProcessor, OwnProcessors
+from specattn.speculative.logits_processor import LogitsProcessor, OwnProcessors, StateField
 from specattn.speculative.lookup import LookupProposer
 from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.sampling import SamplingParams
@@ -90,6 +90,51 @@ def test_greedy_texts_are_those_of_plain_decoding(way):
     again = [Request(prompt, 10, PARAMS[at - 1]) for at, prompt in enumerate(PROMPTS)]
     for at, out in enumerate(run.generate(again)):
         assert out.tokens == greedy_text(at, (at - 1) % 5)[:10]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7])
+def test_first_tokens_of_several_forwards_are_their_own_requests(chunk):
+    run = engine("tree", buckets=[5])
+    run._prefill = replace(run._prefill, chunk=chunk)
+    requests = [Request(*pair) for pair in zip(PROMPTS, [4] * 5, PARAMS, strict=True)]
+    for at, out in enumerate(run.generate(requests)):
+        assert out.tokens == greedy_text(at, at)[:4]
+
+
+class Counting(LogitsProcessor):
+    """Counts what was emitted, from the zeros that its states begin with."""
+
+    name = "counting"
+
+    def state_fields(self):
+        return {"emitted": StateField(1, torch.int64), "most": StateField(1, torch.int64)}
+
+    def admit(self, states, params, prompt):
+        assert not any(state.any() for state in states.values())
+        states["most"].fill_(params)
+
+    def process(self, logits, nodes, states):
+        return logits
+
+    def note(self, states, tokens, lens):
+        return {"emitted": states["emitted"] + lens[:, None]}
+
+
+def test_a_rows_states_begin_at_zero_whoever_had_it():
+    """What they noted, and a request that asked for something else in between."""
+    states = OwnProcessors.alloc([Counting(), LastPenalty()], 3, 16, DEVICE)
+    rows, tokens = torch.tensor([1, 2], device=DEVICE), torch.full((2, 3), 9, device=DEVICE)
+    for asked in ({"counting": 4}, {"last": 2.0}, {}, {"counting": 3, "last": 1.0}) * 2:
+        for row in (1, 2):
+            states.admit(row, asked, [4, 5])
+        found = {name: table[1:].tolist() for name, table in states.tables.items()}
+        assert found["counting.most"] == [[asked.get("counting", 0)]] * 2
+        assert found["counting.emitted"] == [[0]] * 2
+        assert found["last.penalty"] == [[asked.get("last", 0.0)]] * 2
+        assert found["asked"] == [["counting" in asked, "last" in asked]] * 2
+        states.note(rows, tokens, torch.tensor([3, 2], dtype=torch.int32, device=DEVICE))
+        emitted = states.tables["counting.emitted"][1:].tolist()
+        assert emitted == ([[3], [2]] if "counting" in asked else [[0], [0]])
 
 
 def test_the_logits_of_others_keep_their_bits():
