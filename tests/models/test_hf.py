@@ -11,6 +11,7 @@ from specattn.config import AttnConfig
 from specattn.errors import ModelError
 from specattn.models import HFTarget, LMDraft
 from specattn.models.probe import _window_of
+from tests.models.conftest import TINY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -326,6 +327,38 @@ def test_a_model_is_given_back(model, dense) -> None:
     with pytest.raises(ModelError, match=r"attends in its own way again: .* HFTarget\.from_model"):
         target.forward(ids, positions, attend)
     HFTarget.from_model(model).forward(ids, positions, attend.at(positions))
+
+
+def test_every_part_of_a_model_is_given_back(monkeypatch) -> None:
+    """Each attends in its own way again; a part may be in the configuration alone."""
+    own = {**transformers.LlavaConfig.sub_configs, "spare": transformers.LlamaConfig}
+    monkeypatch.setattr(transformers.LlavaConfig, "sub_configs", own)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 1, "image_size": 8, "patch_size": 4, "projection_dim": 16}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**vision),
+        text_config=transformers.LlamaConfig(**TINY),
+        image_token_index=100,
+    )
+    config.spare = transformers.LlamaConfig(**TINY)
+    model = transformers.LlavaForConditionalGeneration._from_config(config)
+    parts = (config, config.text_config, config.vision_config, config.spare)
+    kinds = ["flex_attention", "sdpa", "eager", "eager"]
+    for part, kind in zip(parts, kinds, strict=True):
+        part._attn_implementation_internal = kind
+    model.model.vision_tower.eval()
+
+    def now() -> list[str]:
+        return [part._attn_implementation for part in parts]
+
+    training = [part.training for part in model.modules()]
+    assert len(set(training)) == 2
+    target = HFTarget.from_model(model)
+    assert now() == ["specattn"] * 4
+    target.restore()
+    assert now() == kinds
+    assert [part.training for part in model.modules()] == training
+    assert all(one.requires_grad for one in model.parameters())
 
 
 @pytest.mark.parametrize("model_type", ["roberta", "bert"])
