@@ -160,8 +160,8 @@ def target_ids(checkpoint: Checkpoint, own_size: int, target_size: int) -> Tenso
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.numel():
         raise checkpoint.wrong(
-            f"maps a draft token to {int(outside[0])} by d2t in {file}; the target has "
-            f"{vocab_size} tokens"
+            f"maps a draft token to {int(outside[0])} by d2t in {file}; draft and target both have "
+            f"tokens 0..{vocab_size - 1}"
         )
     if ids.unique().numel() != draft_size:
         raise checkpoint.wrong(f"maps two draft tokens to one target token by d2t in {file}")

@@ -176,7 +176,8 @@ def test_vocabulary_and_d2t_are_checked(target, tmp_path) -> None:
     beyond, twice = good.clone(), good.clone()
     beyond[-1], twice[1] = V - (VD - 1), good[0] - 1
     assert message(beyond) == (
-        f"maps a draft token to {V} by d2t in model.safetensors; the target has {V} tokens"
+        f"maps a draft token to {V} by d2t in model.safetensors; draft and target both have "
+        f"tokens 0..{V - 1}"
     )
     assert "maps a draft token to -1" in message(torch.full((VD,), -1))
     assert message(twice) == (

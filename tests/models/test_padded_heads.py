@@ -111,6 +111,26 @@ def test_another_vocabulary_is_no_padding(padded, tmp_path) -> None:
         )
 
 
+@pytest.mark.parametrize("size", [MORE, LESS], ids=["larger", "smaller"])
+def test_draft_tokens_map_to_tokens_that_both_have(padded, tmp_path, size) -> None:
+    """The last of them is one; the next one is padding of the larger vocabulary."""
+    target, _ = padded
+    common, tensors = min(size, V), tensors_of("eagle3", size, "lm_head")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:3]
+
+    def mapped(last: int) -> Tensors:
+        return tensors | {"d2t": torch.tensor([2, 6, last]) - torch.arange(3)}
+
+    head = load("eagle3", tmp_path, mapped(common - 1), target, size)
+    assert head.target_ids.tolist() == [2, 6, common - 1]
+    with pytest.raises(ModelError) as caught:
+        load("eagle3", tmp_path, mapped(common), target, size)
+    assert str(caught.value) == (
+        f"{tmp_path} maps a draft token to {common} by d2t in model.safetensors; draft and target "
+        f"both have tokens 0..{common - 1}"
+    )
+
+
 def test_a_mask_token_must_have_an_embedding(padded, tmp_path) -> None:
     """A head's own may lack one that the target's has."""
     target, _ = padded
