@@ -36,8 +36,14 @@ def whole_number(
 
 def whole_numbers(name: str, values: Collection[SupportsIndex]) -> None:
     """Check that all values are whole numbers; ``name`` stands for one."""
-    # most are ints, and a step looks at its rows each time
-    if not _INTS.issuperset(map(type, values)):
+    try:
+        # most are ints, and a step looks at its rows each time
+        ints = _INTS.issuperset(map(type, values))
+    except TypeError as problem:
+        raise ValueError(
+            f"{name} must be a whole number of a sequence, got {values!r}"
+        ) from problem
+    if not ints:
         for value in values:
             whole_number(name, value)
 
@@ -56,9 +62,30 @@ def _index(name: str, value: SupportsIndex) -> int:
 def listed(name: str, values: Iterable[T], of: str) -> list[T]:
     """Return a sequence as a list; one thing by itself is none."""
     try:
-        return list(values)
+        found = iter(values)
     except TypeError as problem:
         raise ValueError(f"{name} must be a sequence of {of}, got {values!r}") from problem
+    return list(found)
+
+
+def instance(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
+    """Check a value's type; ``wanted`` says what it must be."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {wanted}, got {kind_of(value)}")
+
+
+def kind_of(value: object) -> str:
+    """Describe a value in a message, without what it holds."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def function(name: str, value: object) -> None:
+    """Check that a value can be called."""
+    if not callable(value):
+        raise ValueError(f"{name} must be callable, got {kind_of(value)}")
 
 
 def number(name: str, value: object) -> float:

@@ -14,6 +14,7 @@ from specattn.backends.base import (
     imported,
     reasons_of,
 )
+from specattn.checks import function
 from specattn.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -104,8 +105,11 @@ def load_backend(name: str | BackendFactory) -> BackendFactory:
     ------
     UnsupportedError
         If there is no backend of that name, or it cannot be imported.
+    ValueError
+        If it is neither a name nor callable.
     """
     if not isinstance(name, str):
+        function("backend", name)
         return name
     if "," in name:
         return _load_hybrid(name)

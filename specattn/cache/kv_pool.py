@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from math import gcd
@@ -11,17 +12,15 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import ReadOnly
-from specattn.checks import as_heads, expect, whole_number
-from specattn.config import FLOAT8, MAX_SLOTS, UNSCALED
+from specattn.checks import as_heads, expect, instance, listed, whole_number
+from specattn.config import FLOAT8, MAX_SLOTS, UNSCALED, AttnConfig
 from specattn.kernels.cache import commit_kv, store_kv
 from specattn.kernels.checks import require_rows
 from specattn.kernels.fused import qk_norm_rope_store_kv
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specattn.batch import AcceptResult
-    from specattn.config import AttnConfig, KVScales
+    from specattn.config import KVScales
     from specattn.kernels.fused import Rotation
 
 #: The keys, or the values, of all layers: one tensor, layers first, or one per layer.
@@ -76,6 +75,7 @@ class KVPool(ReadOnly):
         kv_dtype: torch.dtype | None = None,
         scales: Sequence[KVScales] | None = None,
     ) -> None:
+        layers = _as_layers(layers)
         if kv_dtype is not None:
             layers = [replace(config, kv_dtype=kv_dtype) for config in layers]
         first = _one_geometry(layers)
@@ -122,6 +122,7 @@ class KVPool(ReadOnly):
             many as layers. If layers, or the heads of one, share memory. If two layers do not begin
             a whole number of elements apart.
         """
+        layers = _as_layers(layers)
         first, keys = _one_geometry(layers), _as_caches("k", k, len(layers))
         if keys[0].dtype == FLOAT8:
             layers = [replace(config, kv_dtype=FLOAT8) for config in layers]
@@ -300,6 +301,14 @@ class KVPool(ReadOnly):
         commit_kv(self._own_k, self.v, tail_slots, path, offsets=self._offsets, unit=self._unit)
 
 
+def _as_layers(layers: Sequence[AttnConfig]) -> list[AttnConfig]:
+    """Return layers as a list; a model is none."""
+    instance("layers", layers, Sequence, "a sequence of AttnConfig, as a model's layers")
+    for layer in layers:
+        instance("every layer", layer, AttnConfig, "an AttnConfig")
+    return list(layers)
+
+
 def _one_geometry(layers: Sequence[AttnConfig]) -> AttnConfig:
     """Return the first layer; a ValueError unless all layers store the same."""
     if not layers:
@@ -314,7 +323,9 @@ def _one_geometry(layers: Sequence[AttnConfig]) -> AttnConfig:
 
 
 def _as_caches(name: str, given: Tensor | Sequence[Tensor], count: int) -> Caches:
-    caches = given if isinstance(given, Tensor) else tuple(given)
+    caches = given if isinstance(given, Tensor) else tuple(listed(name, given, "tensors"))
+    for at, cache in enumerate(caches):
+        instance(f"{name}[{at}]", cache, Tensor, "a tensor")
     if len(caches) != count:
         raise ValueError(f"{name} must have {count} layers, got {len(caches)}")
     return caches

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from specattn.checks import whole_numbers
+from specattn.checks import listed, whole_numbers
 from specattn.cuda_graph.recorder import Recorder
 from specattn.errors import CapacityError, CaptureError, CaptureMismatch, NotCapturedError
 from specattn.kernels import check_current
@@ -364,9 +364,10 @@ def _run(program: Program) -> None:
 
 
 def _checked(buckets: Sequence[int]) -> list[int]:
+    buckets = listed("buckets", buckets, "batch sizes")
     whole_numbers("every bucket", buckets)
     if not buckets or min(buckets) < 1:
-        raise ValueError(f"buckets must be batch sizes of at least 1, got {list(buckets)}")
+        raise ValueError(f"buckets must be batch sizes of at least 1, got {buckets}")
     return sorted(set(buckets))
 
 

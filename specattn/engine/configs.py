@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from specattn.checks import kind_of
 from specattn.config import TABLE_SIZES
 from specattn.engine.policy import Acceptance, GoodputPolicy, Observed
 from specattn.engine.ranks import decide
@@ -88,6 +89,10 @@ class SpeculativeConfigs:
                 "policy has nothing to choose from: configs must hold other configs than config"
             )
         self.policy = GoodputPolicy() if policy is None else policy
+        if isinstance(policy, type) or not callable(self.policy):
+            raise ValueError(
+                f"policy must be callable, as a GoodputPolicy is, got {kind_of(policy)}"
+            )
         self._ranks = ranks
         self.current = self.all[0]
         self.reserve_len = max(config.reserve_len for config in self.all)

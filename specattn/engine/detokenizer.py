@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
+from specattn.checks import function
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -44,8 +46,10 @@ def text_functions(
     Raises
     ------
     ValueError
-        If the tokenizer is none.
+        If the tokenizer is none, or ``detokenize`` cannot be called.
     """
+    if detokenize is not None:
+        function("detokenize", detokenize)
     if tokenizer is None:
         return None, detokenize
     if not isinstance(tokenizer, Tokenizer):

@@ -16,7 +16,8 @@ import torch
 
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
-from specattn.checks import whole_numbers
+from specattn.checks import instance, listed, whole_numbers
+from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.decoders import Decoders
@@ -31,6 +32,7 @@ from specattn.errors import CapacityError
 from specattn.speculative.drafts import NoProposer, draft_of
 from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.level import Level
+from specattn.speculative.logits_processor import as_processors
 from specattn.speculative.model import ModelSlot, check_model, for_context
 from specattn.speculative.prefill import Prefill
 from specattn.speculative.states import RequestStates
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from specattn.backends.base import BackendFactory
-    from specattn.config import KVScales, SpecConfig
+    from specattn.config import KVScales
     from specattn.cuda_graph import GraphReport
     from specattn.engine.detokenizer import Tokenizer
     from specattn.engine.policy import Policy
@@ -142,11 +144,12 @@ class Engine:
     ModelError
         If a model computes contexts of ``max_context_len`` in another way than shorter ones.
     ValueError
-        If ``target`` or ``draft`` is no model, such as a path, ``num_slots`` or ``buckets`` are not
-        those of a `SlotTable` and a `GraphRunner`, ``kv_dtype`` and ``kv_scales`` not those of a
-        `KVPool`, ``configs`` differ in more than the tree, or there is a ``policy`` and nothing in
-        ``configs`` but ``config``. Of every call: if another thread's has not returned, or an
-        interrupted one asks for `clear`.
+        If ``target`` or ``draft`` is no model, such as a path or a class, ``config`` no
+        `SpecConfig`, or one of ``processors`` no `LogitsProcessor`. If ``num_slots`` or ``buckets``
+        are not those of a `SlotTable` and a `GraphRunner`, ``kv_dtype`` and ``kv_scales`` not those
+        of a `KVPool`, ``configs`` differ in more than the tree, or there is a ``policy`` and
+        nothing in ``configs`` but ``config``. Of every call: if another thread's has not returned,
+        or an interrupted one asks for `clear`.
     RankError
         If the target's weights are sharded, and its ranks make different engines. Of `generate` and
         `add`: if they are given different requests, or requests gained different tokens.
@@ -185,11 +188,16 @@ class Engine:
     ) -> None:
         check_model("target", target, "an HFTarget (from_pretrained, from_model) or another model")
         drafts, self.ranks = draft_of(draft), ranks_of(target)
-        config, *configs = (one.reserving(drafts.draft_len(one)) for one in (config, *configs))
+        instance("config", config, SpecConfig, "a SpecConfig")
+        given = config, *listed("configs", configs, "SpecConfig")
+        for one in given:
+            instance("every one of configs", one, SpecConfig, "a SpecConfig")
+        config, *configs = (one.reserving(drafts.draft_len(one)) for one in given)
         self.config = config
-        self.processors = own = tuple(processors)
+        self.processors = own = as_processors(processors)
         self.encode, self.detokenize = text_functions(tokenizer, detokenize)
-        self.buckets = powers_of_two(config.max_num_reqs) if buckets is None else list(buckets)
+        buckets = powers_of_two(config.max_num_reqs) if buckets is None else buckets
+        self.buckets = listed("buckets", buckets, "batch sizes")
         whole_numbers("every bucket", self.buckets)
         self.configs = SpeculativeConfigs(
             (config, *configs), policy, self.buckets, ranks=self.ranks
@@ -624,7 +632,10 @@ class Engine:
         proposer = self.proposer
         if not isinstance(proposer, HostProposer) or not config.num_steps:
             return None
-        return decide(self.ranks, lambda: list(proposer.draft(tuple(group), config)))
+        name = f"what {type(proposer).__name__}.draft returns"
+        return decide(
+            self.ranks, lambda: listed(name, proposer.draft(tuple(group), config), "HostTree")
+        )
 
     def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
         """Hand out what steps gained; requests that had ended before get nothing."""

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from specattn.checks import instance
 from specattn.engine.detokenizer import TextStream, spoken
+from specattn.engine.engine import Engine
 from specattn.engine.intake import take
 from specattn.engine.request import RequestOutput
 from specattn.errors import CapacityError, UnsupportedError
@@ -21,7 +23,6 @@ from specattn.errors import CapacityError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from specattn.engine.engine import Engine
     from specattn.engine.metrics import EngineMetrics
     from specattn.engine.request import Request
     from specattn.speculative.grammar import Grammar
@@ -159,10 +160,11 @@ class AsyncEngine:
     UnsupportedError
         If the target's weights are sharded.
     ValueError
-        If the engine has requests, or a call of another thread has not returned.
+        If it is no engine, has requests, or a call of another thread has not returned.
     """
 
     def __init__(self, engine: Engine) -> None:
+        instance("engine", engine, Engine, "an Engine")
         device = engine.table.req_to_token.device
         if engine.ranks is not None:
             why = "the target's weights are sharded, and all ranks must take the same requests"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from specattn.checks import instance
 from specattn.speculative.block import BlockDraftModel
 from specattn.speculative.dflash import DFlashProposer
 from specattn.speculative.eagle import EagleProposer
@@ -52,16 +53,25 @@ def draft_of(draft: Draft | None) -> ProposerFactory:
     """
     if draft is None:
         return NoProposer()
-    if isinstance(draft, ProposerFactory):
+    # a class has what its instances have
+    if isinstance(draft, ProposerFactory) and not isinstance(draft, type):
         return draft
-    check_model(
-        "draft", draft, "what load_draft, load_dflash or load_lm_draft returns, or a proposer"
-    )
+    wanted = "what load_draft, load_dflash or load_lm_draft returns, or a proposer"
+    check_model("draft", draft, wanted, has="feature_size")
     return (DFlashProposer if isinstance(draft, BlockDraftModel) else EagleProposer)(draft)
 
 
 def as_proposer(draft: ModelSlot[Any] | Proposer | None) -> Proposer:
-    """Return the proposer of a draft model, or what is one."""
+    """Return the proposer of a draft model, or what is one.
+
+    Raises
+    ------
+    ValueError
+        If it is neither, or the slot of a model that does not draft.
+    """
     if isinstance(draft, ModelSlot):
         return draft_of(draft.model).make(lambda _: draft)
-    return NoProposer() if draft is None else draft
+    if draft is None:
+        return NoProposer()
+    instance("draft", draft, Proposer, "a ModelSlot, a Proposer or None")
+    return draft

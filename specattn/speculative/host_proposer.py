@@ -163,10 +163,10 @@ def checked_trees(
         where = f"{type(proposer).__name__}, request {at}:"
         if not isinstance(tree, HostTree):
             raise ValueError(f"{where} a draft must be a HostTree, got {type(tree).__name__}")
+        whole_numbers(f"{where} every token", tree.tokens)
         given = tree.parents
         if given is None:
             given = range(-1, len(tree.tokens) - 1)
-        whole_numbers(f"{where} every token", tree.tokens)
         whole_numbers(f"{where} every parent", given)
         tokens, parents = list(map(int, tree.tokens)), list(map(int, given))
         if len(tokens) > most:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specattn.checks import instance, listed
 from specattn.speculative.states import StateField, alloc_fields
 
 if TYPE_CHECKING:
@@ -227,8 +228,9 @@ class OwnProcessors:
         Raises
         ------
         ValueError
-            If two processors have one name.
+            If one is no `LogitsProcessor`, or two have one name.
         """
+        processors = as_processors(processors)
         names = [one.name for one in processors]
         if len(set(names)) < len(names):
             raise ValueError(f"processors must have different names, got {names}")
@@ -297,6 +299,15 @@ class OwnProcessors:
     ) -> None:
         for name, value in new.items():
             tables[name][rows] = torch.where(where, value, tables[name][rows])
+
+
+def as_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProcessor, ...]:
+    """Return processors as a tuple; refuse classes and functions."""
+    found = tuple(listed("processors", processors, "LogitsProcessor"))
+    for one in found:
+        instance("every processor", one, LogitsProcessor, "a LogitsProcessor")
+        instance(f"{type(one).__name__}.name", getattr(one, "name", None), str, "a text")
+    return found
 
 
 def check_names(asked: Mapping[str, Any], processors: Sequence[LogitsProcessor]) -> None:

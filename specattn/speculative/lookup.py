@@ -16,7 +16,7 @@ from specattn.checks import whole_number
 from specattn.kernels.lookup import MAX_MATCHES, MAX_NGRAM, append_text, lookup_tree
 from specattn.speculative.drafts import draft_of
 from specattn.speculative.host_proposer import HostProposer
-from specattn.speculative.proposer import BoundProposer, Proposer
+from specattn.speculative.proposer import BoundProposer, Proposer, bind
 from specattn.speculative.states import StateField
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class BoundLookupFirst(BoundProposer):
     def __init__(self, proposer: LookupFirst, step: StepViews) -> None:
         super().__init__(proposer, step)
         self.lookup = proposer.lookup.bind(step)
-        self.other: BoundProposer = proposer.other.bind(step)
+        self.other = bind(proposer.other, step)
         self.gathers, self.positions = self.other.gathers, self.other.positions
         self.seq_lens = self.other.seq_lens
         self.proposing, self.absorbing = self.other.proposing, self.other.absorbing

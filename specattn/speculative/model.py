@@ -15,14 +15,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from specattn.attention.layers import LayeredBackend
+from specattn.cache.kv_pool import KVPool
+from specattn.checks import instance, kind_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from specattn.backends.base import BackendFactory
-    from specattn.cache.kv_pool import KVPool
     from specattn.config import AttnConfig
 
 
@@ -239,16 +242,25 @@ class ShardedModel(Protocol):
 Model = TypeVar("Model", TargetModel, DraftModel)
 
 
-def check_model(name: str, model: object, wanted: str) -> None:
-    """Refuse what is no model here, such as a path.
+def check_model(name: str, model: object, wanted: str, *, has: str = "eos_token_ids") -> None:
+    """Refuse what is no such model: a path, a class, another kind.
+
+    Parameters
+    ----------
+    name, wanted : str
+        The argument, and what it must be.
+    model : object
+        What was given.
+    has : str
+        What models of the kind have besides ``layers``; by default what targets have.
 
     Raises
     ------
     ValueError
-        If it has no ``layers``.
+        If it lacks one of the two.
     """
-    if not hasattr(model, "layers"):
-        raise ValueError(f"{name} must be {wanted}, got a {type(model).__name__}")
+    if isinstance(model, type) or not (hasattr(model, "layers") and hasattr(model, has)):
+        raise ValueError(f"{name} must be {wanted}, got {kind_of(model)}")
 
 
 def for_context(model: Model, max_context_len: int) -> Model:
@@ -300,7 +312,12 @@ class ModelSlot(Generic[Model]):
         ------
         UnsupportedError
             If the backend cannot serve one of the layers.
+        ValueError
+            If ``model`` is no model, ``pool`` is no `KVPool`, or its layers are another model's.
         """
+        check_model("model", model, "a target or a draft model", has="layers")
+        instance("pool", pool, KVPool, "a KVPool")
+        _check_layers(model.layers, pool.layers)
         layers = [
             replace(layer, deterministic=layer.deterministic or deterministic)
             for layer in pool.layers
@@ -315,3 +332,13 @@ class ModelSlot(Generic[Model]):
     def with_own_workspace(self) -> ModelSlot[Model]:
         """Return the same slot with attention that may run beside it."""
         return replace(self, backend=self.backend.with_own_workspace())
+
+
+def _check_layers(own: Sequence[AttnConfig], pools: Sequence[AttnConfig]) -> None:
+    """Refuse a pool of another model; what it stores may differ."""
+    if len(own) != len(pools):
+        raise ValueError(f"pool must have the model's {len(own)} layers, got {len(pools)}")
+    for at, (layer, found) in enumerate(zip(own, pools, strict=True)):
+        wanted = replace(layer, kv_dtype=found.kv_dtype, deterministic=found.deterministic)
+        if found != wanted:
+            raise ValueError(f"pool.layers[{at}] must be the model's, {wanted}, got {found}")

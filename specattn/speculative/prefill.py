@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from specattn.batch import DraftTree
+from specattn.checks import instance, whole_number
 from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
 from specattn.speculative.drafts import as_proposer
 from specattn.speculative.host_buffers import LogprobBuffers
 from specattn.speculative.processors import Processing
 from specattn.speculative.proposer import PromptChunk
-from specattn.speculative.validation import check_logits, check_prompts
+from specattn.speculative.states import check_kept
+from specattn.speculative.validation import check_logits, check_prompts, check_target
 from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
@@ -95,7 +97,7 @@ class Prefill:
     Raises
     ------
     ValueError
-        If ``chunk`` is below 1.
+        If ``chunk`` is below 1, an argument is of another kind, or a pool on another device.
     """
 
     target: ModelSlot[TargetModel]
@@ -105,8 +107,16 @@ class Prefill:
     chunk: int = 4096
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+        whole_number("chunk", self.chunk, 1)
+        check_target(self.target)
+        instance("req_to_token", self.req_to_token, Tensor, "a tensor, as SlotTable.req_to_token")
+        instance("config", self.config, SpecConfig, "a SpecConfig")
+        for slot in (self.target, self.proposer.slot):
+            if slot is not None and slot.pool.device != self.req_to_token.device:
+                raise ValueError(
+                    f"pools must be on req_to_token's {self.req_to_token.device}, "
+                    f"got {slot.pool.device}"
+                )
 
     @cached_property
     def proposer(self) -> Proposer:
@@ -139,8 +149,9 @@ class Prefill:
         ------
         ValueError
             If there are no prompts, or one has no tokens, none that are not cached, more than a
-            context holds, or a row outside the table; if ``sampling`` is of another number. Nothing
-            has run then.
+            context holds, or a row outside the table; if ``sampling`` is of another number; if one
+            is no `Prompt`. Nothing has run then. And if the proposer returns other states than its
+            ``state_fields``.
         """
         check_prompts(prompts, sampling, self.req_to_token)
         bonus = torch.zeros(len(prompts), dtype=torch.int64, device=self.req_to_token.device)
@@ -173,9 +184,15 @@ class Prefill:
                     bonus[which],
                     drawing,
                 )
-                states.append(proposer.prompt(chunk))
+                states.append(self._read(proposer, chunk))
         # prompts finish in order
         return PrefillResult(bonus, _join(states), LogprobBuffers.join(scored) if scored else None)
+
+    def _read(self, proposer: Proposer, chunk: PromptChunk) -> Mapping[str, Tensor]:
+        """Let a proposer read a chunk; return its states."""
+        state, known = proposer.prompt(chunk), proposer.state_fields(self.config)
+        check_kept(f"what {type(proposer).__name__}.prompt returns", state, known)
+        return state
 
     def last_logits(self, prompt: Prompt) -> Tensor:
         """Fill the target's KV of one prompt; return the last logits ``[V]``."""

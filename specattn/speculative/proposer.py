@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import fingerprint
+from specattn.checks import instance
 from specattn.speculative.model import ModelSlot
 
 if TYPE_CHECKING:
@@ -288,6 +289,21 @@ class BoundProposer(ABC):
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers, for the guard of a capture."""
         return fingerprint(positions=self.positions, seq_lens=self.seq_lens, **self.gathers)
+
+
+def bind(proposer: Proposer, step: StepViews) -> BoundProposer:
+    """Bind a proposer to a step.
+
+    Raises
+    ------
+    ValueError
+        If `Proposer.bind` returns something else than a `BoundProposer`.
+    """
+    bound = proposer.bind(step)
+    instance(
+        f"what {type(proposer).__name__}.bind returns", bound, BoundProposer, "a BoundProposer"
+    )
+    return bound
 
 
 @runtime_checkable

@@ -6,6 +6,7 @@ between steps but the rows that take part.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import BufferSet, buf
-from specattn.checks import expect
+from specattn.checks import expect, instance
+from specattn.speculative.sampling import SamplingBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from specattn.speculative.sampling import SamplingBatch
+    from collections.abc import Collection
 
 
 class StateField(NamedTuple):
@@ -31,11 +31,27 @@ class StateField(NamedTuple):
 def alloc_fields(
     fields: Mapping[str, StateField], rows: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Allocate ``[rows, width]`` zeros of every field."""
+    """Allocate ``[rows, width]`` zeros of every field.
+
+    Raises
+    ------
+    ValueError
+        If it is no mapping of names to `StateField`.
+    """
+    instance("state_fields", fields, Mapping, "a mapping of names to StateField")
+    for name, one in fields.items():
+        instance(f"state_fields[{name!r}]", one, StateField, "a StateField")
     return {
         name: torch.zeros(rows, width, dtype=dtype, device=device)
         for name, (width, dtype) in fields.items()
     }
+
+
+def check_kept(name: str, state: Mapping[str, Tensor], known: Collection[str]) -> None:
+    """Refuse a proposer's states that are no mapping of its fields."""
+    instance(name, state, Mapping, "a mapping of fields to tensors")
+    if unknown := sorted(state.keys() - set(known)):
+        raise ValueError(f"{name} must be of the fields {sorted(known)}, got {unknown}")
 
 
 @dataclass(frozen=True)
@@ -130,10 +146,15 @@ class RequestStates(BufferSet):
         Raises
         ------
         ValueError
-            If offsets are given to states without, or a tensor is of another count, width, dtype or
-            device; nothing has been written then.
+            If offsets are given to states without, if ``state`` has a field that these have not, or
+            a tensor is of another count, width, dtype or device; nothing has been written then. If
+            a row is 0, the table's none, or named twice, where ``rows`` lie on the host: what lies
+            on a GPU is not read.
         """
         own = self.tensors()
+        self._check_rows(rows)
+        check_kept("state", state, self.drafting)
+        instance("sampling", sampling, SamplingBatch, "a SamplingBatch (SamplingBatch.of)")
         if position_offsets is not None:
             if not self.position_offsets.shape[1]:
                 raise ValueError(
@@ -170,3 +191,13 @@ class RequestStates(BufferSet):
                 table.index_fill_(0, rows, off)
             else:
                 table[rows] = value
+
+    def _check_rows(self, rows: Tensor) -> None:
+        """Refuse rows that are no requests'; a GPU's are not read."""
+        if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype != torch.int64:
+            got = f"{list(rows.shape)} {rows.dtype}" if isinstance(rows, Tensor) else repr(rows)
+            raise ValueError(f"rows must be [B] torch.int64, got {got}")
+        if rows.is_cpu:
+            found, most = rows.tolist(), len(self.seq_lens) - 1
+            if len(set(found)) < len(found) or not all(1 <= row <= most for row in found):
+                raise ValueError(f"rows must be distinct rows 1..{most}, got {found}")

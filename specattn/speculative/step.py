@@ -21,9 +21,11 @@ from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import beams_of
 from specattn.speculative.level import Level
 from specattn.speculative.processors import Processing
+from specattn.speculative.proposer import bind
 from specattn.speculative.sampling import SamplingBatch
+from specattn.speculative.states import check_kept
 from specattn.speculative.step_buffers import StepBuffers, StepViews
-from specattn.speculative.validation import check_features, check_logits
+from specattn.speculative.validation import check_features, check_logits, check_proposal
 from specattn.speculative.verify import over_target_vocabulary
 
 if TYPE_CHECKING:
@@ -127,7 +129,9 @@ class Step:
             arena["buffers"] = StepBuffers.alloc(len(packed), setup, setup.device)
         self.buffers: StepBuffers = arena["buffers"].bind(len(packed))
         views = self.config, self.table, self.states, self.buffers, setup.options.indices, arena
-        self.bound = self.proposer.bind(StepViews(*views))
+        self.bound = bind(self.proposer, StepViews(*views))
+        # whether what it proposes was looked at
+        self._checked = False
         self.tree = self._tree()
         mode = ForwardMode.TARGET_VERIFY if self.config.num_steps else ForwardMode.DECODE
         self.verify_plan = self._plan(mode, self.tree.positions, self.tree.words)
@@ -189,7 +193,11 @@ class Step:
 
     def propose(self) -> Proposal:
         """Run the draft forwards; returns every token that the draft looked at."""
-        return self.bound.propose()
+        proposal = self.bound.propose()
+        if not self._checked:
+            check_proposal(proposal, self.bound)
+            self._checked = True
+        return proposal
 
     def build_tree(self, proposal: Proposal) -> DraftTree:
         """Make the tree of what was proposed.
@@ -367,7 +375,9 @@ class Step:
             ``[B, w]``: new rows of `RequestStates.drafting`.
         """
         fill_all(by_lengths_alone(self.bound.absorbing)[1])
-        return self.bound.absorb(accepted)
+        state = self.bound.absorb(accepted)
+        check_kept(f"what {type(self.bound).__name__}.absorb returns", state, self.states.drafting)
+        return state
 
     def advance(self, accepted: AcceptResult, state: Mapping[str, Tensor]) -> None:
         """Advance the requests: write their states and what the host reads.

@@ -14,7 +14,7 @@ import torch
 from specattn.batch import DraftTree, ForwardMode
 from specattn.buffers import ReadOnly
 from specattn.cache.slot_table import SlotTable
-from specattn.checks import expect
+from specattn.checks import expect, function, instance, listed
 from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureError, CaptureMismatch
 from specattn.speculative.drafts import as_proposer
@@ -23,6 +23,7 @@ from specattn.speculative.host_buffers import HostBuffers, InFlight, LogprobBuff
 from specattn.speculative.host_proposer import HostProposer, checked_trees
 from specattn.speculative.launch import StepLaunch, StepMemory
 from specattn.speculative.level import Level
+from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.step import StepPart
 from specattn.speculative.step_setup import CudagraphMode, StepOptions, StepSetup, plans_on_host
 from specattn.speculative.validation import (
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from specattn.speculative.grammar import Grammar
     from specattn.speculative.host_proposer import HostTree
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
-    from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step import Step
@@ -97,7 +97,8 @@ class StepDecoder(ReadOnly):
     Raises
     ------
     ValueError
-        If drafting lacks a draft model, an option is none of `StepOptions`, or one graph meets a
+        If an argument is of another kind, as a target in the draft's place. If drafting lacks a
+        draft model, an option is none of `StepOptions`, or one graph meets a
         backend that plans on the host; if table, states and pools are not of one size and the
         config's; if the target does not give the features that the draft reads, or the draft
         proposes tokens that the target has not.
@@ -212,6 +213,7 @@ class StepDecoder(ReadOnly):
         """
         self._check_free()
         if processors is not None and processors is not self._processors:
+            instance("processors", processors, ProcessorStates, "ProcessorStates")
             if self._processors is not None:
                 raise ValueError("processors must be those that were captured, got others")
             size, device = (len(self._known), self.target.model.vocab_size), self.setup.device
@@ -318,11 +320,17 @@ class StepDecoder(ReadOnly):
         """
         self._check_free()
         self._check_table()
+        if type(rows) is not list:
+            rows = listed("rows", rows, "table rows")
         steps, asked, rows = self._in_flight, len(rows), tuple(rows)
-        if between is not None and self.cudagraph == "full":
-            raise ValueError(
-                "nothing comes between the parts of one graph; see cudagraph='piecewise'"
-            )
+        if between is not None:
+            function("between", between)
+            if self.cudagraph == "full":
+                raise ValueError(
+                    "nothing comes between the parts of one graph; see cudagraph='piecewise'"
+                )
+        if grammars is not None:
+            grammars = listed("grammars", grammars, "Grammar or None")
         if grammars is not None and len(grammars) != asked:
             raise ValueError(f"grammars must be one per row, {asked}, got {len(grammars)}")
         trees = self._checked_trees(trees, asked)
@@ -391,9 +399,12 @@ class StepDecoder(ReadOnly):
             If one of ``trees`` is malformed.
         """
         self._check_free()
+        rows = listed("rows", rows, "table rows")
         trees = self._checked_trees(trees, len(rows))
         rows = self._checked_rows(rows, seq_lens_cpu)
         depth, device = self.config.num_steps + 1, self.setup.device
+        if not rows:
+            raise ValueError("rows must be at least one, got none")
         host = HostBuffers.alloc(1, len(rows), depth + 1, device)
         host.rows[0] = torch.tensor(rows)
         launch = StepMemory(self.setup, host, len(rows)).launch(len(rows))
@@ -440,6 +451,7 @@ class StepDecoder(ReadOnly):
             if asked:
                 raise ValueError(f"trees must be given with the HostProposer {name}, got None")
             trees = ()
+        trees = listed(f"{name}: trees", trees, "HostTree")
         if len(trees) != asked:
             raise ValueError(f"{name}: trees must be one per request, {asked}, got {len(trees)}")
         return checked_trees(proposer, trees, self.config, self.target.model.vocab_size)

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from specattn.checks import one_of
+from specattn.checks import function, one_of
 from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ class StepOptions:
     Raises
     ------
     ValueError
-        If an option is another word, or ``validate="debug"`` meets one graph or ``tbo``.
+        If an option is another word, or cannot be called; if ``validate="debug"`` meets one graph
+        or ``tbo``.
     """
 
     record: bool = True
@@ -119,6 +120,8 @@ class StepOptions:
         one_of("cudagraph", self.cudagraph, "full", "piecewise")
         one_of("indices", self.indices, "table", "csr")
         one_of("validate", self.validate, "off", "debug")
+        function("accept", self.accept)
+        function("capturing", self.capturing)
         if self.validate == "debug" and self.cudagraph == "full":
             raise ValueError(
                 "validate='debug' looks between graphs, so it needs cudagraph='piecewise'"

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.checks import expect, whole_number, whole_numbers
+from specattn.batch import Candidates, Linked, Marginals
+from specattn.checks import expect, instance, kind_of, listed, whole_number, whole_numbers
+from specattn.config import SpecConfig
+from specattn.speculative.model import ModelSlot, TargetModel, check_model
+from specattn.speculative.sampling import SamplingBatch
+from specattn.speculative.states import RequestStates
 from specattn.speculative.step_setup import plans_on_host
 from specattn.trees import validate_tree
 
@@ -17,20 +22,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.batch import DraftTree
-    from specattn.config import SpecConfig
     from specattn.speculative.prefill import Prompt
-    from specattn.speculative.proposer import Proposer
-    from specattn.speculative.sampling import SamplingBatch
+    from specattn.speculative.proposer import BoundProposer, Proposal, Proposer
     from specattn.speculative.states import StateField
     from specattn.speculative.step_setup import StepSetup
 
 
 def check_prompts(prompts: Sequence[Prompt], sampling: SamplingBatch, table: Tensor) -> None:
     """Raise a ValueError that names what is wrong with prompts."""
-    if not prompts:
+    if not listed("prompts", prompts, "Prompt"):
         raise ValueError("prompts must be at least one, got none")
+    instance("sampling", sampling, SamplingBatch, "a SamplingBatch (SamplingBatch.of)")
     rows, width = table.shape
     for prompt in prompts:
+        if not hasattr(prompt, "cached"):
+            raise ValueError(f"every prompt must be a Prompt(row, tokens), got {prompt!r}")
         whole_number("a prompt's row", prompt.row, 0, rows - 1)
         whole_numbers("every prompt token", prompt.tokens)
         length = len(prompt.tokens)
@@ -66,6 +72,8 @@ def check_logits(logits: Tensor, rows: int, vocab_size: int) -> None:
 
 def check_setup(setup: StepSetup) -> None:
     """Refuse what steps cannot run with: backends, sizes, trees."""
+    check_target(setup.target)
+    instance("config", setup.config, SpecConfig, "a SpecConfig")
     options, config, proposer = setup.options, setup.config, setup.proposer
     if options.cudagraph == "full" and plans_on_host(*setup.slots):
         raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
@@ -80,9 +88,18 @@ def check_setup(setup: StepSetup) -> None:
     proposer.check(config)
 
 
+def check_target(target: ModelSlot[TargetModel]) -> None:
+    """Refuse what is no slot of a target, as a draft's."""
+    instance("target", target, ModelSlot, "a ModelSlot (ModelSlot.of)")
+    check_model("target", target.model, "the slot of a target model")
+
+
 def check_tables(setup: StepSetup) -> None:
     """Refuse tables, states and pools that lack rows or slots."""
     config, table, states = setup.config, setup.table, setup.states
+    if not all(hasattr(table, name) for name in ("req_to_token", "reserved", "page_size")):
+        raise ValueError(f"table must be a SlotTable or an ExternalTable, got {kind_of(table)}")
+    instance("states", states, RequestStates, "RequestStates (RequestStates.alloc)")
     if config.page_size != table.page_size:
         raise ValueError(
             f"page_size must be the table's, {table.page_size}, got {config.page_size}"
@@ -96,8 +113,10 @@ def check_tables(setup: StepSetup) -> None:
     expect("states.seq_lens", states.seq_lens, (rows,), torch.int32, table.req_to_token.device)
     if config.num_steps:
         check_states(setup.proposer.state_fields(config), states.drafting)
-    slots = table.num_pages * table.page_size
+    slots, device = table.num_pages * table.page_size, table.req_to_token.device
     for slot in setup.slots:
+        if slot.pool.device != device:
+            raise ValueError(f"pools must be on the table's {device}, got {slot.pool.device}")
         if (found := slot.pool.num_slots) < slots:
             raise ValueError(f"pools must have the table's {slots} slots, got {found}")
 
@@ -116,6 +135,38 @@ def check_states(fields: Mapping[str, StateField], drafting: Mapping[str, Tensor
                 f"states must hold {name} [{len(found)}, {width}] {dtype}, "
                 f"got {list(found.shape)} {found.dtype}"
             )
+
+
+def check_proposal(proposal: Proposal, bound: BoundProposer) -> None:
+    """Refuse what is no proposal for the step's batch and config."""
+    config, batch, device = bound.step.config, len(bound.step), bound.step.device
+    name, floats, ints = f"{type(bound).__name__}.propose", torch.float32, torch.int64
+    groups = (config.num_steps - 1) * config.topk + 1
+    wide, deep = (batch, groups * config.topk), (batch, config.num_steps, config.proposals)
+    nodes = batch, config.num_draft_tokens
+    kinds: dict[type, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
+        Candidates: {
+            "scores": (wide, floats),
+            "tokens": (wide, ints),
+            "parents": ((batch, groups), ints),
+        },
+        Marginals: {"log_probs": (deep, floats), "tokens": (deep, ints)},
+        Linked: {"tokens": (nodes, ints), "parents": (nodes, ints)},
+    }
+    fields = kinds.get(type(proposal))
+    if fields is None:
+        raise ValueError(
+            f"what {name} returns must be Candidates, Marginals or Linked, got {kind_of(proposal)}"
+        )
+    if isinstance(proposal, Linked):
+        if proposal.chosen is not None:
+            fields["chosen"] = (batch,), torch.int32
+        if proposal.fallback is not None:
+            check_proposal(proposal.fallback, bound)
+    elif config.draft_sampling:
+        fields["draft_probs"] = (batch, config.num_steps, bound.proposer.vocab_size), floats
+    for field, (shape, dtype) in fields.items():
+        expect(f"{name}: {field}", getattr(proposal, field), shape, dtype, device)
 
 
 def check_draft_tokens(draft: Proposer, vocab_size: int, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from specattn.checks import instance
 from specattn.errors import ModelError
 from specattn.kernels.fused import add_rms_norm
 from specattn.kernels.fused.stream import ready
@@ -194,7 +195,13 @@ def fuse(
         The target; the features that it gives stay the same.
     draft : head or LMDraft, optional
         A draft for this target, as it was loaded.
+
+    Raises
+    ------
+    ValueError
+        If ``target`` is no `HFTarget`.
     """
+    instance("target", target, HFTarget, "an HFTarget (from_pretrained, from_model)")
     if isinstance(draft, LMDraft) and isinstance(draft.model, HFTarget):
         draft = replace(draft, model=_fused("draft", draft.model))
     return _fused("target", target), draft
