@@ -19,13 +19,14 @@ from transformers.generation import (
 )
 
 import specattn
-from specattn.errors import UnsupportedError
+from specattn.errors import ModelError, UnsupportedError
 from specattn.integrations.transformers.settings import (
     SETTINGS,
     min_new_tokens_of,
     refuse,
     sampling_of,
 )
+from specattn.speculative.lookup import LookupProposer
 from specattn.speculative.sampling import SamplingParams
 from tests.integrations.test_transformers import NEW, build, ours, prompts
 
@@ -67,6 +68,35 @@ def test_a_setting_that_nobody_classified_is_refused(monkeypatch):
     config = GenerationConfig(dreaminess=3)
     with pytest.raises(UnsupportedError, match="dreaminess is a setting"):
         refuse(config, [], CALL, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"spec_config": {"num_steps": 3}}, "spec_config must be a SpecConfig, got a dict"),
+        ({"draft": LookupProposer}, "a loaded head or a proposer, got the class LookupProposer$"),
+        ({"draft": 5}, "draft must be a folder, a name, a loaded head or a proposer, got an int$"),
+        (
+            {"assistant_model": torch.nn.Linear(2, 2)},
+            "assistant_model must be a model of transformers, got a Linear$",
+        ),
+    ],
+    ids=["spec_config", "class", "number", "assistant"],
+)
+def test_what_drafts_and_the_tree_are_of_their_kinds(model, given, message):
+    with pytest.raises((ValueError, ModelError), match=message):
+        ours(model, prompts(1), **given)
+
+
+def test_a_whole_model_is_no_draft_but_an_assistant(model):
+    with pytest.raises(ModelError, match=r"got a LlamaForCausalLM; .* as assistant_model=$"):
+        ours(model, prompts(1), draft=model)
+
+
+@pytest.mark.parametrize("other", ["path/to/model", LogitNormalization], ids=["path", "class"])
+def test_what_is_no_model_is_refused(other):
+    with pytest.raises(ValueError, match=r"model must be a model of transformers, got (a str|the)"):
+        specattn.generate(other)
 
 
 class Own(LogitsProcessor):

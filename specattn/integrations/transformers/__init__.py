@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationMixin, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
+from specattn.checks import kind_of
 from specattn.engine.request import Request
 from specattn.errors import ModelError, SpecAttnError, UnsupportedError
 from specattn.integrations.transformers.drafting import Drafting
@@ -103,8 +104,11 @@ def generate(
     SpecAttnError
         If the target's logits are not finite where a token is to be chosen.
     ValueError
-        If another call for the same model has not returned.
+        If another call for the same model has not returned; if ``model`` is no model, such as a
+        path, or ``spec_config`` no `SpecConfig`.
     """
+    if isinstance(model, type) or not callable(getattr(model, "generate", None)):
+        raise ValueError(f"model must be a model of transformers, got {kind_of(model)}")
     own: dict[str, Any] = {
         "logits_processor": logits_processor,
         "stopping_criteria": stopping_criteria,

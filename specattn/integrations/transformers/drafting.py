@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from transformers import PreTrainedModel
 
-from specattn.checks import whole_number
+from specattn.checks import instance, kind_of, whole_number
 from specattn.config import SpecConfig
 from specattn.errors import ModelError
 from specattn.kernels.lookup import MAX_NGRAM
@@ -74,13 +74,17 @@ class Drafting:
         if assistant is not None and draft is not None:
             raise ValueError("draft must be None with an assistant_model: one of them drafts")
         if assistant is not None and not isinstance(assistant, PreTrainedModel):
-            raise ValueError(f"assistant_model must be a model of transformers, got {assistant!r}")
+            raise ValueError(
+                f"assistant_model must be a model of transformers, got {kind_of(assistant)}"
+            )
         lookup, ngram = settings.prompt_lookup_num_tokens, 0
         if lookup is not None:
             lookup = whole_number("prompt_lookup_num_tokens", lookup, 1, _MOST_TOKENS)
             ngram = settings.max_matching_ngram_size or _NGRAM
             ngram = whole_number("max_matching_ngram_size", ngram, 1, MAX_NGRAM)
-        if spec is None:
+        if spec is not None:
+            instance("spec_config", spec, SpecConfig, "a SpecConfig")
+        else:
             spec = _chain(draft, assistant, lookup)
         if spec.num_steps and draft is None and assistant is None and lookup is None:
             raise ValueError(f"draft must be given with {spec.num_steps} num_steps in spec_config")
@@ -160,10 +164,18 @@ def features_for(target: HFTarget, draft: Any) -> HFTarget:
 
 def _loaded(draft: Any, target: HFTarget) -> Any:
     """Return the draft head, or None."""
-    if draft is None or isinstance(draft, _HEADS | ProposerFactory):
+    # a class has what its instances have
+    if draft is None or (
+        isinstance(draft, _HEADS | ProposerFactory) and not isinstance(draft, type)
+    ):
         return draft
     if not isinstance(draft, str | PathLike):
-        raise ModelError("draft", f"draft must be a folder, a name or a loaded head, got {draft!r}")
+        whole = "; a whole model drafts as assistant_model=" * isinstance(draft, PreTrainedModel)
+        raise ModelError(
+            "draft",
+            f"draft must be a folder, a name, a loaded head or a proposer, got {kind_of(draft)}"
+            + whole,
+        )
     if draft != "shipped":
         return load_draft(Path(draft) if isinstance(draft, PathLike) else draft, target)
     known = json.loads((PAIR / "target" / "config.json").read_text())
