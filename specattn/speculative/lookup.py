@@ -161,7 +161,8 @@ class LookupFirst(Proposer):
     Raises
     ------
     ValueError
-        If the other is a `HostProposer`.
+        If the other is a `HostProposer`; by an engine, if it keeps a field ``text`` that is not
+        lookup's.
     """
 
     def __init__(self, lookup: LookupProposer, draft: Draft) -> None:
@@ -183,8 +184,14 @@ class LookupFirst(Proposer):
         return type(self)(self.lookup, self.other.make(slot))
 
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
-        """Return the fields of both."""
-        return {**self.lookup.state_fields(config), **self.other.state_fields(config)}
+        """Return the fields of both; lookup behind lookup shares the text."""
+        own, others = self.lookup.state_fields(config), self.other.state_fields(config)
+        if own[TEXT] != others.get(TEXT, own[TEXT]):
+            raise ValueError(
+                f"state field {TEXT!r} must be {own[TEXT]}, as of lookup, got {others[TEXT]} of "
+                f"{type(self.other).__name__}"
+            )
+        return {**own, **others}
 
     def bind(self, step: StepViews) -> BoundLookupFirst:
         """Return what both do."""

@@ -109,7 +109,16 @@ class RequestStates(BufferSet):
             Where the states live.
         position_offsets : bool
             Whether requests may have offsets of their positions.
+
+        Raises
+        ------
+        ValueError
+            If a field of the proposer has the name of one of these tensors.
         """
+        if taken := dims.keys() & cls.__dataclass_fields__.keys():
+            raise ValueError(
+                f"state fields of a proposer must have names of their own, got {sorted(taken)}"
+            )
         found = super().alloc(batch, position_offsets, device)
         return replace(found, drafting=alloc_fields(dims, batch, device))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -143,7 +144,9 @@ class StepViews:
     indices : {"table", "csr"}
         What draft steps read; see `MultiStepDraftBackend`.
     arena : dict of str to object
-        What steps of all batch sizes share, by name; see `shared`.
+        What steps of all batch sizes share; see `shared`.
+    asked : Counter of str
+        How often this batch size has asked for a name.
     """
 
     config: SpecConfig
@@ -152,6 +155,7 @@ class StepViews:
     buffers: StepBuffers
     indices: Indices = "table"
     arena: dict[str, Any] = field(default_factory=dict)
+    asked: Counter[str] = field(default_factory=Counter)
 
     def __len__(self) -> int:
         return len(self.buffers.seq_lens)
@@ -162,21 +166,28 @@ class StepViews:
         return self.table.req_to_token.device
 
     def shared(self, name: str, make: Callable[[], T]) -> T:
-        """Return what all batch sizes share, made by the first."""
-        if name not in self.arena:
-            self.arena[name] = make()
-        found: T = self.arena[name]
+        """Return what all batch sizes share, made by the first.
+
+        A proposer asks while it is bound. A name that is asked for again, by one that is bound
+        within another, is something else: all batch sizes ask in one order.
+        """
+        self.asked[name] += 1
+        key = f"{name} {self.asked[name]}"
+        if key not in self.arena:
+            self.arena[key] = make()
+        found: T = self.arena[key]
         return found
 
     def buffer(self, name: str, row: Tensor) -> Tensor:
         """Return a static buffer of the proposer's own.
 
-        Those of all batch sizes lie in the memory of the largest.
+        Those of all batch sizes lie in the memory of the largest. Ask for it in
+        `BoundProposer.__init__`, not in every step; see `shared`.
 
         Parameters
         ----------
         name : str
-            Unlike that of any other buffer.
+            Unlike that of any other buffer of the proposer.
         row : Tensor
             What every row holds at first.
 

@@ -14,6 +14,8 @@ from specattn.speculative import lookup
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
 from specattn.speculative.standalone import LMDraft
+from specattn.speculative.states import StateField
+from specattn.speculative.step import Step
 from tests.books import check_books
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text
@@ -179,6 +181,63 @@ def test_a_match_goes_before_the_draft_and_no_match_leaves_it(models):
         assert torch.equal(tensor[1], trees["draft"][name][1]), name
     assert trees["alone"]["tokens"][0, :3].tolist() == [10, 12, 7]
     assert trees["alone"]["retrieve_next_token"][1].tolist() == [-1] * 14
+
+
+# its matches are longer than any here
+NEVER = LookupProposer(64, 64)
+
+
+@pytest.mark.parametrize("tree", ["chain", "tree"])
+@pytest.mark.parametrize("last", ["lookup", "draft"])
+def test_whoever_stands_behind_drafts_as_alone(models, expected, tree, last):
+    """Where those in front find nothing, every step gains what the last one gains by itself."""
+    alone = LookupProposer(1, 4) if last == "lookup" else models[1]
+    behind = LookupFirst(NEVER, alone), LookupFirst(NEVER, LookupFirst(NEVER, alone))
+    gained = []
+    for draft in (alone, *behind):
+        run = Engine(models[0], draft, SpecConfig(*TREES[tree], 128, 4))
+        out = run.generate([Request(p, 60) for p in PROMPTS])
+        assert [r.tokens for r in out] == expected
+        gained.append([r.accept_lens for r in out])
+    assert gained[1:] == gained[:1] * 2
+    assert max(max(lens) for lens in gained[0]) > 2, "nothing was ever accepted"
+
+
+def test_buffers_are_each_proposers_own_in_the_memory_of_all_batch_sizes(models):
+    run = Engine(models[0], LookupFirst(NEVER, LookupProposer(1, 4)), SpecConfig(4, 1, 5, 128, 4))
+    run.add([Request(p, 9) for p in PROMPTS])
+    large = run.decoder(run.config).phases([one.row for one in run.running])
+    small = Step(large.setup, large.host.of(0, 1), large.packed[:1], large.arena)
+    for name in ("tokens", "parents", "ngrams"):
+        of = [
+            [getattr(one, name) for one in (step.bound.lookup, step.bound.other)]
+            for step in (large, small)
+        ]
+        assert of[0][0].data_ptr() != of[0][1].data_ptr()
+        for whole, first in zip(*of, strict=True):
+            assert (whole.data_ptr(), len(whole), len(first)) == (first.data_ptr(), 4, 1)
+
+
+class KeepsATextOfItsOwn(LookupProposer):
+    """What it keeps has lookup's name and another width."""
+
+    def state_fields(self, config):
+        return {lookup.TEXT: StateField(8, torch.int32)}
+
+
+class KeepsSeeds(LookupProposer):
+    """What it keeps has the name of the states' own."""
+
+    def state_fields(self, config):
+        return super().state_fields(config) | {"seeds": StateField(1, torch.int64)}
+
+
+def test_fields_of_one_name_are_refused(models):
+    config = SpecConfig(4, 1, 5, 128, 4)
+    with pytest.raises(ValueError, match=r"'text' must be .*129.*got .*8.* of KeepsATextOfItsOwn"):
+        Engine(models[0], LookupFirst(NEVER, KeepsATextOfItsOwn()), config)
+    with pytest.raises(ValueError, match=r"must have names of their own, got \['seeds'\]"):
+        Engine(models[0], KeepsSeeds(), config)
 
 
 def test_several_settings_share_the_text(models, expected):
