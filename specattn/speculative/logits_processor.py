@@ -6,6 +6,7 @@ Shapes: B requests, n nodes of a tree, V tokens of the vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specattn.checks import instance, listed
+from specattn.checks import expect, instance, listed
 from specattn.speculative.states import StateField, alloc_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from specattn.batch import DraftTree
 
@@ -267,16 +268,30 @@ class OwnProcessors:
                 self.tables["asked"][row, at].fill_(True)
 
     def process(self, tree: DraftTree, logits: Tensor, rows: Tensor) -> Tensor:
-        """Return logits ``[B, n, V]``, changed where requests asked for that."""
+        """Return logits ``[B, n, V]``, changed where requests asked for that.
+
+        Raises
+        ------
+        ValueError
+            If a processor returns anything but logits of the same shape, dtype and device.
+        """
         nodes = NodeHistory.of(tree, self.tables["text"][rows], logits.shape[2])
         asked = self.tables["asked"][rows][:, None, None]  # [B, 1, 1, P]
         for at, one in enumerate(self.processors):
             changed = one.process(logits, nodes, self._of(one, rows))
+            # torch would take one node's logits for all; a recorded step is checked once
+            expect(f"what {one.name!r} returns for logits", changed, *_kind_of(logits))
             logits = torch.where(asked[..., at], changed, logits)
         return logits
 
     def note(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
-        """Add emitted tokens to the texts, and let processors note them."""
+        """Add emitted tokens to the texts, and let processors note them.
+
+        Raises
+        ------
+        ValueError
+            If a processor returns anything but states, of their shapes, dtypes and device.
+        """
         asked, text = self.tables["asked"][rows] & (lens > 0)[:, None], self.tables["text"]
         place = torch.arange(tokens.shape[1], device=tokens.device)
         new = asked.any(1)[:, None] & (place < lens[:, None]) & (tokens >= 0)
@@ -286,7 +301,9 @@ class OwnProcessors:
         length = {"length": self.tables["length"][rows] + new.sum(1, keepdim=True)}
         self._write(self.tables, rows, length, asked.any(1, keepdim=True))
         for index, one in enumerate(self.processors):
-            changed = one.note(self._of(one, rows), tokens, lens)
+            states = self._of(one, rows)
+            changed = one.note(states, tokens, lens)
+            _check_states(one.name, states, changed)
             tables = {key: self.tables[f"{one.name}.{key}"] for key in changed}
             self._write(tables, rows, changed, asked[:, index, None])
 
@@ -308,6 +325,20 @@ def as_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProcesso
         instance("every processor", one, LogitsProcessor, "a LogitsProcessor")
         instance(f"{type(one).__name__}.name", getattr(one, "name", None), str, "a text")
     return found
+
+
+def _kind_of(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    """Return what `expect` compares."""
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _check_states(name: str, states: Mapping[str, Tensor], changed: Mapping[str, Tensor]) -> None:
+    """Refuse what is no mapping of a processor's fields to their states."""
+    if not isinstance(changed, Mapping) or not changed.keys() <= states.keys():
+        got = sorted(changed) if isinstance(changed, Mapping) else repr(changed)
+        raise ValueError(f"what {name!r} notes must be states of {sorted(states)}, got {got}")
+    for key, value in changed.items():
+        expect(f"what {name!r} notes of {key!r}", value, *_kind_of(states[key]))
 
 
 def check_names(asked: Mapping[str, Any], processors: Sequence[LogitsProcessor]) -> None:

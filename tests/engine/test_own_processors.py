@@ -161,6 +161,58 @@ def test_log_probabilities_are_those_of_what_was_processed():
         assert found.value == pytest.approx(float(want.log_softmax(0)[token]), abs=1e-4)
 
 
+class Returns(LogitsProcessor):
+    """Returns logits and states as a function makes them of good ones."""
+
+    name = "returns"
+
+    def __init__(self, of_logits=lambda x: x, of_states=lambda x: x) -> None:
+        self.of_logits, self.of_states = of_logits, of_states
+
+    def state_fields(self):
+        return {"count": StateField(2, torch.int64)}
+
+    def process(self, logits, nodes, states):
+        return self.of_logits(logits + 1)
+
+    def note(self, states, tokens, lens):
+        return self.of_states({"count": states["count"] + 1})
+
+
+LOGITS = {
+    "one node": (lambda x: x[:, :1], r"\[\d, 1, 61\] torch.float32 on "),
+    "no nodes' axis": (lambda x: x[:, 0], r"\[\d, 61\] torch.float32 on "),
+    "float64": (torch.Tensor.double, r"torch.float64 on "),
+    "another device": (lambda x: x.to("meta"), "torch.float32 on meta"),
+    "nothing": (lambda _: None, "None"),
+}
+NOTED = {
+    "one number": (lambda x: {"count": x["count"][:, :1]}, r"\[\d, 1\] torch.int64 on "),
+    "int32": (lambda x: {"count": x["count"].int()}, "torch.int32 on "),
+    "a tensor": (lambda x: x["count"], "tensor"),
+    "another field": (lambda x: {"total": x["count"]}, r"\['total'\]"),
+    "nothing": (lambda _: None, "None"),
+}
+
+
+@pytest.mark.parametrize(("change", "got"), LOGITS.values(), ids=LOGITS)
+def test_logits_of_another_kind_are_refused_by_the_processors_name(change, got):
+    """Torch would take one node's for all, so a tree's texts would not be plain decoding's."""
+    run = engine("tree", [Returns(change)])
+    asks = Request([3, 4], 4, SamplingParams(processors={"returns": None}))
+    where = r"^what 'returns' returns for logits must be \[\d, \d, 61\] torch.float32 on .*, got .*"
+    with pytest.raises(ValueError, match=where + got):
+        run.generate([asks])
+
+
+@pytest.mark.parametrize(("change", "got"), NOTED.values(), ids=NOTED)
+def test_states_of_another_kind_are_refused_by_the_processors_name(change, got):
+    run = engine("tree", [Returns(of_states=change)])
+    asks = Request([3, 4], 4, SamplingParams(processors={"returns": None}))
+    with pytest.raises(ValueError, match=rf"^what 'returns' notes .*'count'.*, got .*{got}"):
+        run.generate([asks])
+
+
 STRONG = partial(SamplingParams, 1.5, 3)
 
 
