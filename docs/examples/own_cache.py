@@ -127,7 +127,7 @@ def main(new_tokens: int = 48) -> list[str]:
         engine.grow(request, length)
     fill()
     sampling = SamplingBatch.of([SamplingParams()] * count, device)
-    prefill = Prefill(of_target, of_draft, table.req_to_token, config)
+    prefill = Prefill(of_target, of_draft, table, config)
     start = prefill.run([Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling)
     states = RequestStates.alloc(count + 1, prefill.proposer.state_fields(config), device)
     states.admit(

@@ -68,7 +68,7 @@ def main(new_tokens: int = 48) -> list[str]:
     rows, lens = [table.allocate() for _ in prompts], [len(ids) for ids in prompts]
     table.reserve(rows, lens)
     sampling = SamplingBatch.of([SamplingParams()] * len(prompts), device)
-    prefill = Prefill(of_target, of_draft, table.req_to_token, config)
+    prefill = Prefill(of_target, of_draft, table, config)
     start = prefill.run([Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling)
 
     # what steps leave for each other: on the device, a row per request

@@ -57,7 +57,7 @@ def main(new_tokens: int = 48, *, show: bool = False) -> list[str]:
     rows, lens = [table.allocate() for _ in prompts], [len(ids) for ids in prompts]
     table.reserve(rows, lens)
     sampling = SamplingBatch.of([SamplingParams()] * len(prompts), device)
-    prefill = Prefill(of_target, of_draft, table.req_to_token, config)
+    prefill = Prefill(of_target, of_draft, table, config)
     start = prefill.run([Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling)
     for row, length in zip(rows, lens, strict=True):
         table.commit(row, length)

@@ -244,6 +244,18 @@ class SlotTable(ReadOnly):
         """
         return self._committed[self._known(row)]
 
+    def room(self, row: int) -> int:
+        """Return how many of a row's tokens keep their slots.
+
+        That is the largest length which it has asked for or committed.
+
+        Raises
+        ------
+        ValueError
+            If the row is not allocated.
+        """
+        return int(self._needed[self._known(row)])
+
     def allocate(self, *, share: int = 0, share_len: int = 0) -> int:
         """Take a row, optionally on top of another request's prefix.
 

@@ -79,7 +79,7 @@ def top2_margin(engine: Engine, tokens: Sequence[int]) -> float:
     table, row = engine.table, engine.table.allocate()
     try:
         table.reserve([row], [len(tokens)])
-        prefill = Prefill(engine.target, None, table.req_to_token, engine.config)
+        prefill = Prefill(engine.target, None, table, engine.config)
         logits = prefill.last_logits(Prompt(row, tokens))
     finally:
         table.free(row)

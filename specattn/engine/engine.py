@@ -225,7 +225,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.table, self.configs, eos, self.detokenize, self.proposer.read_ahead
         )
-        self._prefill = Prefill(self.target, self.proposer, self.table.req_to_token, widest)
+        self._prefill = Prefill(self.target, self.proposer, self.table, widest)
         between = self._plans_on_host or options.get("validate") == "debug"
         cudagraph = cudagraph or ("piecewise" if between else "full")
         steps = StepOptions(record=graphs, cudagraph=cudagraph, recorder=Recorder(), **options)

@@ -10,24 +10,32 @@ import torch
 from torch import Tensor
 
 from specattn.batch import DraftTree
-from specattn.checks import instance, whole_number
+from specattn.cache.external import ExternalTable
+from specattn.cache.slot_table import SlotTable
+from specattn.checks import expect, instance, whole_number
 from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
 from specattn.speculative.drafts import as_proposer
 from specattn.speculative.host_buffers import LogprobBuffers
 from specattn.speculative.processors import Processing
 from specattn.speculative.proposer import PromptChunk
+from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import check_kept
-from specattn.speculative.validation import check_logits, check_prompts, check_target
+from specattn.speculative.validation import (
+    check_logits,
+    check_prompts,
+    check_slots,
+    check_target,
+)
 from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from specattn.cache.external import RequestTable
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel, TargetOutput
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
-    from specattn.speculative.sampling import SamplingBatch
 
 
 @dataclass(frozen=True)
@@ -87,8 +95,9 @@ class Prefill:
         The target model.
     draft : ModelSlot, Proposer or None
         The draft model, or what else proposes tokens.
-    req_to_token : Tensor
-        ``[rows, max_context_len]`` int32.
+    table : RequestTable or Tensor
+        Rows and slots of the requests; or ``req_to_token [rows, max_context_len]`` int32 alone.
+        Prompts without slots are refused by the books of a `SlotTable`, of others on a CPU.
     config : SpecConfig
         How the first proposal is chosen.
     chunk : int
@@ -102,19 +111,20 @@ class Prefill:
 
     target: ModelSlot[TargetModel]
     draft: ModelSlot[DraftModel] | Proposer | None
-    req_to_token: Tensor
+    table: RequestTable | Tensor
     config: SpecConfig
     chunk: int = 4096
 
     def __post_init__(self) -> None:
         whole_number("chunk", self.chunk, 1)
         check_target(self.target)
-        instance("req_to_token", self.req_to_token, Tensor, "a tensor, as SlotTable.req_to_token")
+        wanted = "a SlotTable, an ExternalTable or req_to_token"
+        instance("table", self.table, (Tensor, SlotTable, ExternalTable), wanted)
         instance("config", self.config, SpecConfig, "a SpecConfig")
         for slot in (self.target, self.proposer.slot):
             if slot is not None and slot.pool.device != self.req_to_token.device:
                 raise ValueError(
-                    f"pools must be on req_to_token's {self.req_to_token.device}, "
+                    f"pools must be on the table's {self.req_to_token.device}, "
                     f"got {slot.pool.device}"
                 )
 
@@ -122,6 +132,11 @@ class Prefill:
     def proposer(self) -> Proposer:
         """The source of draft tokens."""
         return as_proposer(self.draft)
+
+    @property
+    def req_to_token(self) -> Tensor:
+        """The slots of every row, ``[rows, max_context_len]`` int32."""
+        return self.table if isinstance(self.table, Tensor) else self.table.req_to_token
 
     @torch.no_grad()
     def run(
@@ -149,12 +164,15 @@ class Prefill:
         ------
         ValueError
             If there are no prompts, or one has no tokens, none that are not cached, more than a
-            context holds, or a row outside the table; if ``sampling`` is of another number; if one
-            is no `Prompt`. Nothing has run then. And if the proposer returns other states than its
-            ``state_fields``.
+            context holds, tokens outside the vocabulary, or a row outside the table or without
+            slots; if ``sampling`` is of another number; if one is no `Prompt`. Nothing has run
+            then. And if the proposer returns other states than its ``state_fields``.
         """
-        check_prompts(prompts, sampling, self.req_to_token)
-        bonus = torch.zeros(len(prompts), dtype=torch.int64, device=self.req_to_token.device)
+        self._check(prompts, self.proposer.read_ahead)
+        instance("sampling", sampling, SamplingBatch, "a SamplingBatch (SamplingBatch.of)")
+        device = self.req_to_token.device
+        expect("sampling.temperature", sampling.temperature, (len(prompts),), torch.float32, device)
+        bonus = torch.zeros(len(prompts), dtype=torch.int64, device=device)
         states: list[Mapping[str, Tensor]] = []
         scored: list[LogprobBuffers] = []
         for pieces in self._chunks(prompts):
@@ -195,11 +213,24 @@ class Prefill:
         return state
 
     def last_logits(self, prompt: Prompt) -> Tensor:
-        """Fill the target's KV of one prompt; return the last logits ``[V]``."""
+        """Fill the target's KV of one prompt; return the last logits ``[V]``.
+
+        Raises
+        ------
+        ValueError
+            As `run`.
+        """
+        self._check([prompt], 0)
         pieces = [_Piece(0, prompt.cached, len(prompt.tokens))]
         plan = self._plan([prompt], pieces)
         last = plan.qo_indptr[1:].long() - 1
         return self._forward_target([prompt], pieces, plan, last).logits[0]
+
+    def _check(self, prompts: Sequence[Prompt], read_ahead: int) -> None:
+        """Refuse prompts that cannot run, as far as the host knows."""
+        check_prompts(prompts, self.req_to_token.shape, self.target.model.vocab_size)
+        for prompt in prompts:
+            check_slots(prompt.row, len(prompt.tokens) + read_ahead, self.table, self.config)
 
     def _chunks(self, prompts: Sequence[Prompt]) -> Iterator[list[_Piece]]:
         """Cut the prompts into forwards of at most ``chunk`` tokens, in order."""

@@ -140,7 +140,7 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         row : int
             The request's row of the table, not 0.
         sampling : SamplingParams
-            What it asks for; its tokens lie in the vocabulary.
+            What it asks for.
         prompt : sequence of int
             The prompt's tokens; empty if penalties are to count the output's alone.
         min_new_tokens : int
@@ -149,7 +149,19 @@ class ProcessorStates(BufferSet, ProcessorColumns):
             Different tokens, at most `MAX_END_IDS` of them if ``min_new_tokens`` is above 0.
         bitmask : bool
             Whether every step brings a bitmask for the request.
+
+        Raises
+        ------
+        ValueError
+            If a token of ``sampling`` or of the prompt lies outside the vocabulary. Nothing is
+            written then.
         """
+        vocab = self.history.shape[1]
+        sampling.check_tokens(vocab)
+        if prompt and not 0 <= min(prompt) <= max(prompt) < vocab:
+            raise ValueError(
+                f"prompt tokens must be 0..{vocab - 1}, got {min(prompt)}..{max(prompt)}"
+            )
         kinds = {
             PENALTIES: sampling.penalised,
             BIAS: bool(sampling.logit_bias),
@@ -174,7 +186,7 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         if kinds[BAD_WORDS]:
             self._admit_bad_words(row, sampling.bad_words, prompt)
         if sampling.allowed_tokens is not None:
-            allowed = token_bitmask(sampling.allowed_tokens, self.history.shape[1])
+            allowed = token_bitmask(sampling.allowed_tokens, vocab)
             self.allowed[row].copy_(allowed, non_blocking=True)
         if kinds[ENDS]:
             self._write(self.end_ids[row], sorted(end_ids))

@@ -115,12 +115,12 @@ class RequestStates(BufferSet):
         ValueError
             If a field of the proposer has the name of one of these tensors.
         """
-        if taken := dims.keys() & cls.__dataclass_fields__.keys():
+        drafting = alloc_fields(dims, batch, device)
+        if taken := drafting.keys() & cls.__dataclass_fields__.keys():
             raise ValueError(
                 f"state fields of a proposer must have names of their own, got {sorted(taken)}"
             )
-        found = super().alloc(batch, position_offsets, device)
-        return replace(found, drafting=alloc_fields(dims, batch, device))
+        return replace(super().alloc(batch, position_offsets, device), drafting=drafting)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name."""

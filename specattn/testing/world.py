@@ -71,8 +71,7 @@ class World:
         lens = [len(text) for text in texts]
         engine.table.reserve(rows, [length + self.engine.proposer.read_ahead for length in lens])
         sampling = SamplingBatch.of([SamplingParams(seed=0)] * len(rows), device)
-        table = engine.table.req_to_token
-        prefill = Prefill(engine.target, engine.proposer, table, engine.config, chunk)
+        prefill = Prefill(engine.target, engine.proposer, engine.table, engine.config, chunk)
         prompts = [Prompt(row, text, cached) for row, text in zip(rows, texts, strict=True)]
         out = prefill.run(prompts, sampling)
         where = torch.tensor(rows, device=device)

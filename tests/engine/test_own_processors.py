@@ -213,6 +213,27 @@ def test_states_of_another_kind_are_refused_by_the_processors_name(change, got):
         run.generate([asks])
 
 
+@pytest.mark.parametrize(
+    ("params", "prompt", "said"),
+    [
+        (
+            SamplingParams(frequency_penalty=1.0),
+            [3, 61],
+            r"prompt tokens must be 0\.\.60, got 3\.\.61",
+        ),
+        (SamplingParams(logit_bias={61: 1.0}), [3], "tokens of logit_bias must be"),
+        (SamplingParams(allowed_tokens=[-1, 3]), [3], "allowed_tokens must be"),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_refused_on_the_host(params, prompt, said):
+    states = ProcessorStates.alloc(3, 61, DEVICE)
+    before = {name: one.clone() for name, one in states.tensors().items()}
+    with pytest.raises(ValueError, match=said):
+        states.admit(1, params, prompt)
+    for name, one in states.tensors().items():
+        assert torch.equal(one, before[name])
+
+
 STRONG = partial(SamplingParams, 1.5, 3)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specattn.cache.external import ExternalTable
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
@@ -14,9 +15,10 @@ from specattn.engine.engine import Engine, Request
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.standalone import LMDraft
 from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
-from tests.tiny import TinyDraft, TinyTarget
+from tests.tiny import VOCAB, TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
 PROMPTS = [[3, 1, 4], [35]]
@@ -98,8 +100,10 @@ def test_a_draft_reads_the_prompts_own_tokens_at_the_ends_of_pieces(chunk):
         ([{"tokens": [1] * 49}, {}], r"a prompt's tokens must be 1\.\.48, got 49"),
         ([{"cached": 3}, {}], r"cached must be 0\.\.2, so that one of 3 tokens is left .* got 3"),
         ([{}, {"cached": -1}], r"cached must be 0\.\.0, .* got -1"),
-        ([{"row": -1}, {}], r"a prompt's row must be 0\.\.2, got -1"),
-        ([{}, {"row": 3}], r"a prompt's row must be 0\.\.2, got 3"),
+        ([{"row": 0}, {}], r"a prompt's row must be 1\.\.2, got 0"),
+        ([{}, {"row": 3}], r"a prompt's row must be 1\.\.2, got 3"),
+        ([{"tokens": [3, 61]}, {}], r"prompt tokens must be 0\.\.60, got 3\.\.61"),
+        ([{}, {"tokens": [-1, 3]}], r"prompt tokens must be 0\.\.60, got -1\.\.3"),
         ([{}], r"sampling.temperature must be \[1\] .* got \[2\]"),
     ],
 )
@@ -115,6 +119,45 @@ def test_prompts_that_give_no_first_token_are_refused(tree, change, message):
         loop.prefill.run(bad, SamplingBatch.of(PARAMS, DEVICE))
     assert len(loop.slots[0].model.calls) == before, "nothing has run"
     assert loop.texts() == wanted
+
+
+@pytest.mark.parametrize("kind", ["books", "external", "tensor"])
+@pytest.mark.parametrize("room", [0, 3, 4])
+def test_a_prompt_needs_a_slot_for_every_token_that_it_writes(kind, room):
+    """All keys went to slot 0; of the draft that reads ahead, the newest token's alone."""
+    if kind != "books" and torch.device(DEVICE).type != "cpu":
+        pytest.skip("only a table with books on the host knows without waiting for the device")
+    loop = Loop(SpecConfig(3, 1, 4, CONTEXT, 2))
+    row = loop.rows[0]
+    if kind == "books":
+        # who was there before has left slots in the row
+        table = SlotTable(max_num_reqs=2, max_context_len=CONTEXT, num_slots=97, device=DEVICE)
+        assert table.allocate() == row
+        table.reserve([row], [CONTEXT])
+        table.free(row)
+        assert table.allocate() == row
+        table.reserve([row], [room])
+    elif kind == "external":
+        reserved = torch.zeros(3, dtype=torch.int32)
+        table = ExternalTable(loop.table.req_to_token, reserved, num_slots=97)
+        reserved[row] = room
+    else:
+        table = loop.table.req_to_token.clone()
+        table[row, room:] = 0
+    draft = LMDraft(TinyTarget(device=DEVICE, layers=1), VOCAB)
+    of_draft = ModelSlot.of(draft, KVPool(draft.layers, 97, DEVICE), "torch_native")
+    sampling = SamplingBatch.of([SamplingParams()], DEVICE)
+    for proposer, needed in ((loop.slots[1], 3), (of_draft, 4)):
+        prefill = Prefill(loop.slots[0], proposer, table, loop.config)
+        if room >= needed:
+            prefill.run([Prompt(row, PROMPTS[0])], sampling)
+            continue
+        said = rf"row {row} must have slots for the {needed} tokens .*, got {room}: reserve"
+        with pytest.raises(ValueError, match=said):
+            prefill.run([Prompt(row, PROMPTS[0])], sampling)
+        if needed == 3:
+            with pytest.raises(ValueError, match=said):
+                prefill.last_logits(Prompt(row, PROMPTS[0]))
 
 
 def test_prompts_cannot_be_run_by_no_tokens_at_a_time():

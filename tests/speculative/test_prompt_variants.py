@@ -87,7 +87,7 @@ def prefill(target: Any, draft: Any) -> Prefill:
     def slot(model: Any) -> ModelSlot[Any]:
         return ModelSlot.of(model, KVPool(model.layers, SLOTS, CPU), "triton")
 
-    table = torch.zeros(MOST + 1, CONFIG.max_context_len, dtype=torch.int32)
+    table = torch.ones(MOST + 1, CONFIG.max_context_len, dtype=torch.int32)
     return Prefill(slot(target), draft_of(draft).make(slot), table, CONFIG)
 
 

@@ -56,7 +56,7 @@ class Loop:
             ModelSlot.of(model, KVPool(model.layers, SLOTS, DEVICE), "torch_native")
             for model in (TinyTarget(device=DEVICE), TinyDraft(device=DEVICE))
         )
-        self.prefill = Prefill(self.target, self.draft, self.table.req_to_token, CONFIG)
+        self.prefill = Prefill(self.target, self.draft, self.table, CONFIG)
         fields = self.prefill.proposer.state_fields(CONFIG)
         self.states = RequestStates.alloc(3, fields, DEVICE)
         self.decoder = self.decode()
@@ -71,7 +71,7 @@ class Loop:
 
     def prefilled(self, **change) -> Prefill:
         parts = {"target": self.target, "draft": self.draft, "config": CONFIG}
-        return Prefill(**parts | {"req_to_token": self.table.req_to_token} | change)
+        return Prefill(**parts | {"table": self.table} | change)
 
     def admit(self, start, **change) -> None:
         count = len(start.bonus_tokens)
@@ -206,8 +206,8 @@ WRONG = {
         "target must be the slot of a target model, got a TinyDraft",
     ),
     "prefill: a table": (
-        lambda it: it.prefilled(req_to_token=it.table),
-        "req_to_token must be a tensor, as SlotTable.req_to_token, got a SlotTable",
+        lambda it: it.prefilled(table=[it.table]),
+        "table must be a SlotTable, an ExternalTable or req_to_token, got a list",
     ),
     "prefill: config": (
         lambda it: it.prefilled(config=None),
