@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.attention.bound import BoundLayers
+from specattn.attention.bound import BoundLayers, check_places
 from specattn.attention.layers import Layer, Layers
 from specattn.attention.multi_step import BoundMultiStep, MultiStepDraftBackend
 from specattn.attention.window import WindowTables
@@ -184,7 +184,7 @@ class Attention(Layers):
             return self.bind(plan, slots=slots)
         other, window = self._windows.over(plan)
         stored = slots, window.store
-        return BoundLayers(self.groups.values(), (), (plan, other), stored, window)
+        return BoundLayers(self.groups.values(), (), (plan, other), stored, window, filled=False)
 
     def draft(self, steps: int, topk: int, batch: int, *, page_size: int = 1) -> BoundMultiStep:
         """Return the forwards of all steps of a draft.
@@ -261,8 +261,10 @@ class Attention(Layers):
         Raises
         ------
         ValueError
-            If a tensor has another shape or dtype.
+            If a tensor has another shape or dtype; on a CPU also if a row or a token's place is
+            outside the table.
         """
+        check_places(rows, prefix_lens + new_lens, self.req_to_token)
         batch, tokens = rows.numel(), slots.numel()
         whole = torch.empty(batch, dtype=torch.int64, device=self.device)
         # each with memory of its own: kernels are compiled for how it is aligned

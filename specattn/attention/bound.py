@@ -47,6 +47,8 @@ class BoundLayers(CompositeAttention):
         ``[B, q_len]`` int32 per view: where layers store, skipping what is below 0.
     window : Window, optional
         What `copy_in` writes for layers of a window pool, whose view is 1.
+    filled : bool
+        Whether the plans hold requests from the start, or from the first `fill` on.
     """
 
     groups: InitVar[Iterable[LayerGroup]]
@@ -54,6 +56,7 @@ class BoundLayers(CompositeAttention):
     plans: tuple[Plan, ...]
     stored: tuple[Tensor, ...]
     window: Window | None = None
+    filled: bool = True
     _bound: dict[LayerGroup, BoundAttention] = field(default_factory=dict)
     _of_layer: dict[tuple[Layer, bool], BoundAttention] = field(default_factory=dict)
     _ran: set[LayerGroup] = field(default_factory=set)
@@ -110,6 +113,7 @@ class BoundLayers(CompositeAttention):
     def parts(self) -> tuple[BoundAttention, ...]:
         """Begin a forward; return what is to be filled."""
         self._ran.clear()
+        self.filled = True
         return self.bounds
 
     def schedule(self, seq_lens_cpu: Tensor | None) -> None:
@@ -146,7 +150,8 @@ class BoundLayers(CompositeAttention):
         ------
         ValueError
             Before anything is written: if a tensor has another shape or dtype, or a causal layout
-            is given a mask.
+            is given a mask. On a CPU also if a row, or a token's place, is outside the table; to
+            read them on an accelerator would wait for it.
         """
         plan = self.plan
         if not isinstance(plan, AttnPlan):
@@ -155,6 +160,9 @@ class BoundLayers(CompositeAttention):
             raise ValueError("mask must be None with a causal layout, whose rows are causal")
         whole_number("counted", counted, 0)
         shape = tuple(self.slots.shape)
+        # nobody sees the new tokens of "prefix", which need no columns
+        new = shape[1] if slots is None and kind != "prefix" else 0
+        check_places(rows, seq_lens, plan.req_to_token, new - counted)
         copy_in_rows(
             rows,
             seq_lens,
@@ -275,7 +283,7 @@ class BoundLayers(CompositeAttention):
         ------
         ValueError
             Before anything is written: if a tensor has another shape, dtype or device, k or v is
-            missing, or the layer's geometry is seen first in a capture.
+            missing, nothing was copied in, or the layer's geometry is seen first in a capture.
         """
         config, count, device = layer.backend.config, self.num_tokens, self.device
         heads, size, dtype = config.num_qo_heads, config.v_head_dim, config.dtype
@@ -297,6 +305,8 @@ class BoundLayers(CompositeAttention):
     def _bound_of(self, layer: Layer) -> BoundAttention:
         """Return the attention of a layer, as its turn has it."""
         group = layer.group
+        if not self.filled:
+            raise ValueError("copy_in must come before attend: the forward has no requests yet")
         if group not in self._bound:
             self._bind(group).fill()
         turn = layer, group in self._ran
@@ -305,6 +315,20 @@ class BoundLayers(CompositeAttention):
             bound = self._bound[group].for_layer(layer.scales, prefetch=turn[1])
             self._of_layer[turn] = bound if layer.sinks is None else bound.with_sinks(layer.sinks)
         return self._of_layer[turn]
+
+
+def check_places(rows: Tensor, lens: Tensor, req_to_token: Tensor, new: int = 0) -> None:
+    """Refuse rows and ``lens + new`` outside a table on a CPU."""
+    if req_to_token.device.type != "cpu" or not rows.numel():
+        return
+    count, context = req_to_token.shape
+    if rows.min() < 0 or rows.max() >= count:
+        raise ValueError(f"rows must be 0..{count - 1}, got {rows.tolist()}")
+    if lens.max() + new > context:
+        raise ValueError(
+            f"lengths must be at most {context - new}, for a context of {context}, "
+            f"got {lens.tolist()}"
+        )
 
 
 def _joined(parts: tuple[Tensor, Tensor], count: int, config: AttnConfig) -> Tensor:

@@ -185,7 +185,7 @@ class Layers(ABC):
             layers = tuple(map(self._viewing, layers, views))
         groups = dict.fromkeys(layer.group for layer in layers) or self.groups.values()
         stored = tuple(plan.out_slots for plan in plans) if slots is None else (slots,)
-        return BoundLayers(groups, layers, plans, stored)
+        return BoundLayers(groups, layers, plans, stored, filled=slots is None)
 
     def _viewing(self, layer: Layer, view: int) -> Layer:
         return replace(layer, group=self.group(layer.backend.config, view))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from specattn.attention.bound import check_places
 from specattn.backends.base import CompositeAttention
 from specattn.checks import one_of, whole_number
 from specattn.kernels.indices import (
@@ -163,11 +164,13 @@ class BoundMultiStep(CompositeAttention):
         Raises
         ------
         ValueError
-            Before anything is written: if a tensor has another shape or dtype.
+            Before anything is written, as `BoundLayers.copy_in`.
         """
         inputs = self.inputs
         one_of("order", order, "branch", "step")
         whole_number("counted", counted, 0)
+        new = self.dims.steps * self.dims.topk if slots is None else 0
+        check_places(rows, seq_lens, self.req_to_token, new - counted)
         copy_in_steps(
             rows,
             seq_lens,

@@ -172,8 +172,9 @@ class ExternalTable(ReadOnly):
         ------
         ValueError
             Before anything is written: if a tensor has another shape, dtype or device. On a CPU
-            also if a row is outside the table or named twice, or a length is negative; to read them
-            on an accelerator would wait for it.
+            also if a row is outside the table or named twice, a length is negative, or a block is
+            outside the pools or padding's; to read them on an accelerator would wait for it, and
+            a block outside the pools is taken for block 0 there.
         """
         given = {"rows": rows, "block_table": block_table, "lens": lens}
         for name, tensor in given.items():
@@ -187,6 +188,7 @@ class ExternalTable(ReadOnly):
         require_rows(**given)
         if device.type == "cpu":
             self._check_contents(rows.tolist(), lens.tolist())
+            self._check_blocks(rows, block_table, lens)
         fill_slots(
             rows,
             block_table,
@@ -195,7 +197,19 @@ class ExternalTable(ReadOnly):
             reserved=self.reserved,
             page_size=self.page_size,
             block_stride=self.block_stride,
+            num_blocks=self._num_blocks,
         )
+
+    @property
+    def _num_blocks(self) -> int:
+        """The engine's blocks that lie in the pools, block 0 included."""
+        return (self.num_pages - 1) * self.page_size // self.block_stride + 1
+
+    def _check_blocks(self, rows: Tensor, block_table: Tensor, lens: Tensor) -> None:
+        first = torch.arange(block_table.shape[1]) * self.page_size
+        used = block_table[(first < lens[:, None]) & (rows != 0)[:, None]]
+        if ((used < 1) | (used >= self._num_blocks)).any():
+            raise ValueError(f"blocks must be 1..{self._num_blocks - 1}, got {used.tolist()}")
 
     def _check_contents(self, rows: list[int], lens: list[int]) -> None:
         most = len(self.reserved) - 1

@@ -574,6 +574,7 @@ def test_others_are_refused_by_name(backend):
     rows, lens = tensor(host.rows), tensor(host.lens)
     q, k, v = host.new(6)
     mask = torch.zeros(18, dtype=torch.bool, device=DEVICE)
+    forward.copy_in(rows, lens)
     for message, call in (
         ("req_to_token must be", lambda: Attention(host.table.long(), max_batch=1)),
         ("req_to_token must be", lambda: Attention(host.table[0], max_batch=1)),
@@ -597,6 +598,8 @@ def test_others_are_refused_by_name(backend):
         ("slots must be those of 2 requests", lambda: draft.copy_in(rows, lens, mask[:17])),
         ("slots must be those of 2 requests", lambda: draft.copy_in(rows, lens, mask[:6])),
         ("slots must be .* int32 or int64", lambda: draft.copy_in(rows, lens, mask)),
+        ("copy_in must come before attend", lambda: chain.attend(layer, q, k, v)),
+        ("copy_in must come before attend", lambda: draft.steps[1].attend(layer, q, k, v)),
         ("q must be", lambda: forward.attend(layer, q[:5])),
         ("q must be", lambda: forward.attend(layer, q.double())),
         ("k must be", lambda: forward.attend(layer, q, k[:, :9], v)),
@@ -607,6 +610,35 @@ def test_others_are_refused_by_name(backend):
         with pytest.raises(ValueError, match=message):
             call()
     assert not any(cache[host.after(3)[0]].isfinite().any() for cache in host.caches)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="to read an accelerator's tensors would wait for it")
+def test_places_outside_the_table_are_refused_on_a_cpu(backend):
+    """New tokens went to slot 0, and their request attended to whatever was there."""
+    host = Host(2)
+    attention = Attention(host.table, max_batch=2, backend=backend)
+    host.layer(attention)
+    forward, draft = attention.forward(RowLayout(3, 3, Phase.VERIFY), 2), attention.draft(2, 3, 2)
+    rows, slots = tensor([1, 2]), tensor(host.after(3))
+    for call, most in (
+        (partial(forward.copy_in, rows), CONTEXT - 3),
+        (partial(forward.copy_in, rows, counted=2), CONTEXT - 1),
+        (partial(forward.copy_in, rows, slots=slots), CONTEXT),
+        (partial(forward.copy_in, rows, kind="prefix"), CONTEXT),
+        (partial(draft.copy_in, rows), CONTEXT - 6),
+    ):
+        call(tensor([5, most]))
+        with pytest.raises(
+            ValueError, match=rf"at most {most}, .*of {CONTEXT}, got \[5, {most + 1}"
+        ):
+            call(tensor([5, most + 1]))
+    with pytest.raises(ValueError, match=rf"at most {CONTEXT}, .* got \[6, {CONTEXT + 1}\]"):
+        attention.prompts(
+            rows, tensor([5, CONTEXT - 1]), tensor([1, 2]), slots.flatten()[:3], max_q_len=2
+        )
+    for wrong in ([1, 4], [-1, 1]):
+        with pytest.raises(ValueError, match=r"rows must be 0\.\.3, got "):
+            forward.copy_in(tensor(wrong), tensor([5, 5]))
 
 
 def test_a_result_that_a_library_allocated_is_handed_on():
@@ -631,6 +663,7 @@ def test_a_result_that_a_library_allocated_is_handed_on():
     attention = Attention(host.table, max_batch=1, backend=Allocating)
     layer = host.layer(attention)
     forward = attention.forward(RowLayout(2, 2, Phase.VERIFY), 1)
+    forward.copy_in(tensor(host.rows), tensor(host.lens))
     q, *_ = host.new(2)
     heads = q.unflatten(1, (4, 16))
     assert forward.attend(layer, heads) is held

@@ -184,6 +184,33 @@ def test_blocks_of_another_kind_are_refused(bad, message):
     assert table.req_to_token[3, :7].tolist() == [28, 29, 30, 31, 28, 29, 30]
 
 
+@pytest.mark.parametrize("apart", [4, 8])
+@pytest.mark.parametrize("block", [-1, 0, 2**28])
+def test_blocks_outside_the_pools_name_no_slot_there(apart, block):
+    """On a CPU they are refused; elsewhere, unread by the host, they are padding's."""
+    # the last block ends with the pools
+    most = (92 - 4) // apart
+    table = ExternalTable(ints(4, 64), ints(4), num_slots=92, page_size=4, block_stride=apart)
+    rows, lens = torch.tensor([3, 0, 1], device=DEVICE), ints(3)
+    lens.copy_(torch.tensor([8, 8, 5]))
+    blocks = ints(3, 16)
+    blocks.copy_(torch.tensor([[most, 1], [block, block], [2, 3]]).repeat(1, 8))
+    # what is past a length is not read, nor what is of row 0
+    blocks[:, 2:] = block
+    table.fill(rows, blocks, lens)
+    assert table.req_to_token[3, :8].tolist() == [
+        first * apart + at for first in (most, 1) for at in range(4)
+    ]
+    for wrong in {block, most + 1}:
+        blocks[2, 1] = wrong
+        if table.req_to_token.device.type == "cpu":
+            with pytest.raises(ValueError, match=rf"blocks must be 1\.\.{most}, got .*{wrong}"):
+                table.fill(rows, blocks, lens)
+        else:
+            table.fill(rows, blocks, lens)
+            assert table.req_to_token[1, 4] == 0
+
+
 def test_a_decoder_refuses_a_table_of_more_slots_than_its_pools():
     one = host()
     old, decoder = one.table, one.decoder

@@ -125,6 +125,7 @@ def fill_slots(
     reserved: Tensor,
     page_size: int,
     block_stride: int,
+    num_blocks: int,
 ) -> None:
     """Write the slots of every line's blocks into its row.
 
@@ -147,6 +148,8 @@ def fill_slots(
         Slots of a block.
     block_stride : int
         Slots from the first of a block to the first of the next.
+    num_blocks : int
+        Blocks of the pools; one that is none of them becomes block 0, padding's.
     """
     if not len(rows):
         return
@@ -161,6 +164,7 @@ def fill_slots(
             req_to_token,
             reserved,
             room,
+            num_blocks,
             block_table.stride(0),
             req_to_token.stride(0),
             PAGE=page_size,
@@ -171,7 +175,9 @@ def fill_slots(
     length = torch.where(rows != 0, lens.clamp(0, room), 0)
     reserved[rows] = length
     place = torch.arange(room, device=rows.device)
-    slots = block_table[:, place // page_size] * block_stride + place % page_size  # [B, room]
+    blocks = block_table[:, place // page_size]  # [B, room]
+    blocks = torch.where((blocks >= 0) & (blocks < num_blocks), blocks, 0)
+    slots = blocks * block_stride + place % page_size
     kept = req_to_token[rows, :room]
     req_to_token[rows, :room] = torch.where(place < length[:, None], slots.to(kept), kept)
 

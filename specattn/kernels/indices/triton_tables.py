@@ -80,6 +80,7 @@ def fill_slots_kernel(
     req_to_token,  # [R, context] int32, out
     reserved,  # [R] int32, out
     room,
+    num_blocks,
     stride_block,
     stride_req,
     PAGE: tl.constexpr,
@@ -98,6 +99,8 @@ def fill_slots_kernel(
     for first in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
         place = first + tl.arange(0, BLOCK)  # [BLOCK]
         block = tl.load(line + place // PAGE, mask=place < length, other=0)
+        # what is no block of the pools is padding's
+        block = tl.where((block >= 0) & (block < num_blocks), block, 0)
         slots = block * BLOCK_STRIDE + place % PAGE
         tl.store(req_to_token + row * stride_req + place, slots, mask=place < length)
 

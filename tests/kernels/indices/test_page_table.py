@@ -126,7 +126,11 @@ def test_blocks_become_slots(
     rng = random.Random(context)
     count = len(lens) + 3
     rows = rng.sample(range(1, count), len(lens))
-    lines = [[rng.randrange(1, 2**31 // apart - 1) for _ in range(blocks)] for _ in lens]
+    most = 2**31 // apart - 1
+    lines = [[rng.randrange(1, most) for _ in range(blocks)] for _ in lens]
+    # no blocks of the pools: their slots are padding's
+    outside, last = [-1, -(2**31), most, 2**31 - 1][:blocks], lines[-1]
+    last[: len(outside)] = outside
     wanted = dict(zip(rows, zip(lens, lines, strict=True), strict=True))
     lines.append([CANARY] * blocks)  # padding's
     wide = torch.full((count, context + 5), CANARY, **INT)
@@ -141,7 +145,9 @@ def test_blocks_become_slots(
         reserved=reserved,
         page_size=page,
         block_stride=apart,
+        num_blocks=most,
     )
+    last[: len(outside)] = [0] * len(outside)
     assert reserved[0] == 0
     for row in range(count):
         length, line = wanted.get(row, (0, []))
