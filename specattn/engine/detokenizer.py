@@ -72,7 +72,8 @@ class TextStream:
     prompt : sequence of int
         The tokens that are continued.
     stop : sequence of str
-        The text ends before the first of them.
+        The text ends before the one that is complete first; of several, before the longest. So it
+        does not matter in which runs the tokens come.
     min_new_tokens : int
         In the text of so many tokens, ``stop`` is not looked for.
     """
@@ -137,9 +138,10 @@ class TextStream:
             self.text += fresh
             return fresh
         text = self._held + fresh
-        ends = [at for at in map(text.find, self._stop) if at >= 0]
+        found = ((text.find(stop), len(stop)) for stop in self._stop)
+        ends = [(at + length, at) for at, length in found if at >= 0]
         self.stopped = bool(ends)
-        cut = min(ends) if ends else len(text) - self._could_begin_a_stop(text)
+        cut = min(ends)[1] if ends else len(text) - self._could_begin_a_stop(text)
         text, self._held = text[:cut], text[cut:]
         self.text += text
         return text

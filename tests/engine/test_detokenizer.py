@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+
 import pytest
 
 from specattn.cli.loading import decode
@@ -59,6 +62,40 @@ def test_text_ends_before_the_stop_string_that_comes_first_in_it():
         stream = TextStream(text_of, [], stops)
         assert stream.feed(ids) == stream.text == "one "
         assert stream.stopped
+
+
+def brute(pieces: list[str], stops: list[str], least: int) -> str:
+    """What is before the stop string that is complete first, looked for character by character."""
+    text, free = "".join(pieces), len("".join(pieces[:least]))
+    for end in range(free, len(text) + 1):
+        begins = [end - len(stop) for stop in stops if text[free:end].endswith(stop)]
+        if begins:
+            return text[: min(begins)]
+    return text
+
+
+def test_the_runs_that_tokens_come_in_do_not_matter():
+    """Where stop strings overlap, one by one gave another text than all at once."""
+    rng = random.Random(0)
+    words = ["a", "b", "\n", "ab", "\n\n", "b\n", ""]
+    for case in range(400):
+        pieces = [rng.choice(words) for _ in range(rng.randint(1, 9))]
+        stops = [
+            "".join(rng.choices("ab\n", k=rng.randint(1, 3))) for _ in range(rng.randint(1, 3))
+        ]
+        least = rng.choice([0, 0, 1, 3])
+        if not case:
+            pieces, stops, least = ["a", "b", "\n", "\n"], ["b\n\n", "\n"], 0
+        want = brute(pieces, stops, least)
+        for most in (1, 2, len(pieces)):
+            text = partial(map, pieces.__getitem__)
+            stream = TextStream(lambda ids, text=text: "".join(text(ids)), [], stops, least)
+            shown, at = "", 0
+            while at < len(pieces) and not stream.stopped:
+                size = rng.randint(1, most)
+                shown += stream.feed(range(at, min(at + size, len(pieces))))
+                at += size
+            assert shown + stream.finish() == stream.text == want, (pieces, stops, least)
 
 
 def test_tokens_without_text_leave_the_context_of_the_next_one():
