@@ -17,7 +17,7 @@ from specattn.testing.host_trees import DRAFTS, TREES, same_trees, whole_trees
 from specattn.testing.kit import Check
 from specattn.testing.no_reads import NoReads
 from specattn.testing.oracle import require
-from specattn.testing.world import World, accept, caches, paths
+from specattn.testing.world import Follower, World, accept, caches, paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +54,7 @@ def proposer_conformance(
         "chunks": ("prompts in chunks", _chunks),
         "prefix": ("cached prefixes", _prefix),
         "steps": ("step by step", _steps),
+        "repeats": ("step by step", _repeats),
         "host": ("host reads", _host_reads),
         "window": ("writes outside the window", _writes),
         "garbage": ("rows past the accepted", _garbage),
@@ -64,18 +65,20 @@ def proposer_conformance(
     name = type(draft).__name__
     for config in configs:
         shape = f"{config.num_steps}x{config.topk}x{config.num_draft_tokens}"
-        make = partial(Engine, target, draft, config, backend=backend, graphs=False, buckets=[1])
+        options: dict[str, Any] = {"backend": backend, "graphs": False, "buckets": [1]}
+        make = partial(Engine, draft=draft, config=config, **options)
         for rule, (broken, body) in rules.items():
-            run = partial(_run, body, make)
+            run = partial(_run, body, make, target)
             yield Check(f"{rule}-{shape}", broken, name, run, role="proposer")
 
 
 @torch.no_grad()
-def _run(body: Callable[[World], None], make: Callable[[], Engine]) -> None:
-    engine = make()
+def _run(body: Callable[[World], None], make: Callable[[Any], Engine], target: TargetModel) -> None:
+    follower = Follower(target)
+    engine = make(follower)
     for cache in caches(engine.draft).values():
         cache[engine.config.page_size :] = torch.nan
-    body(World(engine))
+    body(World(engine, follower.next_ids))
 
 
 def _chunks(world: World) -> None:
@@ -109,8 +112,17 @@ _COMPANY = ([0, 1, 2], [2], [1, 0])
 
 
 def _steps(world: World) -> None:
+    """Texts that go on as the target does."""
+    _stepped(world, world.repeating(4, 3, 5))
+
+
+def _repeats(world: World) -> None:
+    """Texts that repeat themselves: drafts are kept, whole and in part."""
+    _stepped(world, world.followed(4, 3, 5))
+
+
+def _stepped(world: World, texts: list[list[int]]) -> None:
     """Texts by steps in changing company, and the same texts as prompts."""
-    texts = world.repeating(4, 3, 5)
     rows = [world.row() for _ in texts]
     for row, text in zip(rows, texts, strict=True):
         text += world.prompts([row], [text])

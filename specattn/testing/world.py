@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specattn.errors import TreeError
+from specattn.speculative.model import for_context
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.validation import check_tree
@@ -20,8 +22,46 @@ if TYPE_CHECKING:
 
     from specattn.batch import AcceptResult, DraftTree
     from specattn.engine.engine import Engine
-    from specattn.speculative.model import ModelSlot
+    from specattn.speculative.model import Attend, ModelSlot, TargetModel, TargetOutput
     from specattn.speculative.step import Step
+
+
+class Follower:
+    """A target that lets tokens of some texts follow each other.
+
+    After others it goes on as its model does.
+
+    Parameters
+    ----------
+    model : TargetModel
+        The model.
+    next_ids : Tensor, optional
+        ``[V]`` int64: what follows each token, -1 for what the model says. None follow so at first.
+    """
+
+    def __init__(self, model: TargetModel, next_ids: Tensor | None = None) -> None:
+        self.model = model
+        if next_ids is None:
+            next_ids = torch.full((model.vocab_size,), -1, device=model.device)
+        self.next_ids = next_ids
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def for_context(self, max_context_len: int) -> Follower:
+        """Return the same for contexts of that length."""
+        return Follower(for_context(self.model, max_context_len), self.next_ids)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> TargetOutput:
+        """Run the model; see `TargetModel.forward`."""
+        out = self.model.forward(input_ids, positions, attend, rows)
+        wanted = self.next_ids[input_ids if rows is None else input_ids[rows]]  # [R]
+        tokens = torch.arange(out.logits.shape[1], device=wanted.device)
+        best = out.logits.amax(1, keepdim=True) + 1
+        logits = torch.where(tokens == wanted[:, None], best, out.logits)
+        return replace(out, logits=logits)
 
 
 @dataclass(frozen=True)
@@ -32,9 +72,12 @@ class World:
     ----------
     engine : Engine
         With a proposer.
+    next_ids : Tensor
+        Those of its target, a `Follower`.
     """
 
     engine: Engine
+    next_ids: Tensor
 
     def text(self, count: int) -> list[int]:
         """Return random tokens."""
@@ -52,6 +95,18 @@ class World:
         for size in sizes:
             said, tokens = tokens[:size], tokens[size:]
             texts.append([*said, *said, *said[:2]])
+        return texts
+
+    def followed(self, *sizes: int) -> list[list[int]]:
+        """Return texts as `repeating` does, which the target repeats.
+
+        It begins the last one anew after four tokens: of what repeats it, a part is kept.
+        """
+        texts = self.repeating(*sizes)
+        for text in texts:
+            for token, after in pairwise(text):
+                self.next_ids[token] = after
+        self.next_ids[texts[-1][3]] = texts[-1][0]
         return texts
 
     def row(self) -> int:

@@ -830,6 +830,19 @@ class ReadsPastTheText(MutantLookup):
         bound.propose = propose
 
 
+class LosesTheLastToken(MutantLookup):
+    """Of a path that is kept to its end."""
+
+    def change(self, bound):
+        honest, most = bound.absorb, bound.step.config.num_steps + 1
+
+        def absorb(accepted):
+            lens = accepted.accept_lens
+            return honest(replace(accepted, accept_lens=lens - (lens == most).int()))
+
+        bound.absorb = absorb
+
+
 class BoundArithmetic(BoundProposer):
     """A chain whose tokens follow from root and position, honest until a subclass errs."""
 

@@ -12,7 +12,9 @@ import torch
 from specattn.config import SpecConfig
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.standalone import LMDraft
-from specattn.testing import ConformanceError, proposer_conformance
+from specattn.testing import ConformanceError, proposer_conformance, proposers
+from specattn.testing.proposers import CONFIGS
+from specattn.testing.world import accept
 from tests.testing import mutants as m
 from tests.tiny import VOCAB, TinyBlockDraft, TinyDraft, TinyTarget
 
@@ -53,6 +55,24 @@ def test_what_is_shipped_keeps_the_rules(check) -> None:
     check()
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+def test_an_honest_lookup_keeps_whole_drafts_and_parts(config, monkeypatch) -> None:
+    """Else nobody looks at what it does with them."""
+    kept = []
+
+    def counting(step, tree):
+        accepted = accept(step, tree)
+        kept.extend(accepted.accept_lens.tolist())
+        return accepted
+
+    monkeypatch.setattr(proposers, "accept", counting)
+    checks = proposer_conformance(LookupProposer(1, 3), TARGET, configs=[config])
+    (repeats,) = (check for check in checks if check.name.startswith("repeats"))
+    repeats()
+    assert config.num_steps + 1 in kept
+    assert set(kept) & {*range(2, config.num_steps + 1)}
+
+
 TREE = SpecConfig(3, 2, 7, 128, 3, page_size=4)
 ALONE = r"request \d of \d is drafted \[\[.*, alone over new buffers .* follow from its text alone$"
 PLACES = r"^[^:]*: [^:]*: request \d of \d gets tokens .*, alone it gets .* from its text alone$"
@@ -87,6 +107,7 @@ MUTANTS = [
     (m.LeavesTokensInTheBlock, {"same drafts": ALONE}),
     (m.MutantLookup, {}),
     (m.ReadsPastTheText, {"same drafts": ALONE}),
+    (m.LosesTheLastToken, {"step by step": "text of request 0, whose text was a prompt, differs"}),
     (m.BoundArithmetic, {}),
     (m.GivesAllTheFirstOnesTokens, {"same drafts": ALONE}),
     (m.CopiesAView, {"same drafts": ALONE}),
