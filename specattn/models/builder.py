@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specattn.config import AttnConfig
 from specattn.kernels.fused.stream import ready
 from specattn.models.fused.block import Block, RotaryTable, as_linear
+from specattn.models.head_settings import named, read_logit_scale, read_rotated
 from specattn.models.hf import rescaling_length
 from specattn.models.hub import count_from_first, first_line
 from specattn.models.shards import is_sharded
@@ -47,8 +49,13 @@ _OTHERS = (
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
+    "partial_rotary_factor",
     "max_position_embeddings",
 )
+
+# The weights of a layer whose rows are dimensions that are rotated.
+_ROTATED = {f"self_attn.{n}_proj.{kind}" for n in "qk" for kind in ("weight", "bias")}
+_ROTATED |= {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +72,8 @@ class HeadBuilder:
         """The shapes of its layers; without a ``vocab_size`` it has the target's."""
         checkpoint, settings = self.checkpoint, self.checkpoint.settings
         found = {key: settings.get(key) for key in _REQUIRED + _COUNTS + _OTHERS}
+        if share := named(checkpoint, "partial_rotary_factor", "rotary_pct"):
+            found["partial_rotary_factor"] = settings[share]
         known = {key: value for key, value in found.items() if value is not None}
         for key in _REQUIRED + _COUNTS:
             if key in known or key in _REQUIRED:
@@ -166,6 +175,7 @@ class HeadBuilder:
             "features": features,
             "feature_size": self.target.hidden_size * len(features),
             "target_ids": None if self.mapped is None else self.mapped.to(self.device),
+            "logit_scale": read_logit_scale(self.checkpoint),
         }
 
     def _blocks(
@@ -173,8 +183,7 @@ class HeadBuilder:
     ) -> tuple[Block, ...]:
         """Pack the layers whose names begin so."""
         config = self.config
-        length = min(self.target.max_context_len, rescaling_length(config)[0])
-        rotary = RotaryTable(LlamaRotaryEmbedding(config).to(self.device), length, "draft")
+        rotary, order = self._rotary()
         geometry = AttnConfig(
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -189,8 +198,33 @@ class HeadBuilder:
                 for key, one in weights.items()
                 if key.startswith(layer)
             }
+            own |= {
+                key: own[key].unflatten(0, (-1, config.head_dim))[:, order].flatten(0, 1)
+                for key in own.keys() & _ROTATED
+                if order is not None
+            }
             found.append(Block.of_weights(own, rotary, replace(geometry, window_left=window)))
         return tuple(found)
+
+    def _rotary(self) -> tuple[RotaryTable, Tensor | None]:
+        """Return the rotations, and the order of dimensions ``[D]`` for them.
+
+        None stands for the order of the weights. In another one, queries and keys have the same
+        products: each dimension lies half a head before the one that it is rotated with.
+        """
+        config = deepcopy(self.config)
+        length = min(self.target.max_context_len, rescaling_length(config)[0])
+        dims = read_rotated(self.checkpoint, config.rope_parameters, config.head_dim)
+        still, order = 0, None
+        if dims is not None:
+            rest = sorted(set(range(config.head_dim)) - set(dims))
+            half, still = len(dims) // 2, len(rest) // 2
+            order = torch.tensor(dims[:half] + rest[:still] + dims[half:] + rest[still:])
+            order = order.to(self.device)
+            config.head_dim = len(dims)
+            config.rope_parameters.pop("partial_rotary_factor", None)
+        rotary = LlamaRotaryEmbedding(config).to(self.device)
+        return RotaryTable(rotary, length, "draft", still), order
 
     def _embedding(self, own: Tensor | None) -> nn.Embedding:
         """Return the embedding of a head, or of its target."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from specattn.kernels.fused import add_rms_norm
 from specattn.models.eagle import DraftHead
 from specattn.models.fused.block import project
+from specattn.models.head_settings import named, read_windows
 from specattn.speculative.block import BlockShape, BlockView
 
 if TYPE_CHECKING:
@@ -25,19 +26,6 @@ if TYPE_CHECKING:
 
 #: The most tokens of a block: as many as the widest tree has nodes.
 MAX_BLOCK = 256
-# Parts of other block drafts, and the value without them.
-_UNSERVED = {
-    "attention_sink_bias": False,
-    "attention_value_scale": None,
-    "conv_kernel_size": 0,
-    "final_logit_softcapping": 0,
-    "output_multiplier": 1.0,
-    "partial_rotary_factor": 1.0,
-    "projector_type": None,
-    "rope_is_neox_style": True,
-    "selector_rank": 0,
-    "use_gemma_norm": False,
-}
 
 
 def read_block(
@@ -59,9 +47,6 @@ def read_block(
     ModelError
         In one line, for a setting that is missing, out of range or not served.
     """
-    for key, plain in _UNSERVED.items():
-        if checkpoint.settings.get(key) not in (None, plain):
-            raise checkpoint.wrong_setting(key, ", which no DFlash head here has")
     from_anchor = bool(checkpoint.settings.get("sample_from_anchor"))
     size = checkpoint.number("block_size", 1 if from_anchor else 2, MAX_BLOCK)
     mask = checkpoint.number("mask_token_id", 0, vocab_size - 1)
@@ -74,8 +59,8 @@ def read_states(checkpoint: Checkpoint, target_layers: int) -> tuple[int, ...]:
     made_for = checkpoint.settings.get("num_target_layers")
     if made_for not in (None, target_layers):
         raise checkpoint.wrong_setting("num_target_layers", f"; the target has {target_layers}")
-    key = "aux_hidden_state_layer_ids" if checkpoint.by_speculators else "target_layer_ids"
-    return checkpoint.states(key, target_layers)
+    own = "aux_hidden_state_layer_ids" if checkpoint.by_speculators else "target_layer_ids"
+    return checkpoint.states(named(checkpoint, own, "layer_ids") or own, target_layers)
 
 
 def _attention(
@@ -83,32 +68,24 @@ def _attention(
 ) -> tuple[tuple[BlockView, ...], tuple[int, ...]]:
     """Return the layers' views and windows.
 
-    Layers with a window are causal unless the settings say otherwise, and others are not. In
-    z-lab's layout ``causal`` or ``is_causal`` decides for all. speculators' windows are those of
-    the block's first token, which sees as many tokens before itself as the window is wide.
+    Layers to which ``layer_types`` gives a window are causal unless the settings say otherwise, and
+    others are not. In z-lab's layout ``causal`` or ``is_causal`` decides for all. Windows of layers
+    that see ahead are those of the block's first token, and so are all of speculators, where it
+    sees as many tokens before itself as the window is wide.
     """
     settings = checkpoint.settings
     by_speculators = checkpoint.by_speculators
-    types = settings.get("layer_types") or ["full_attention"] * layers
-    known = ("full_attention", "sliding_attention")
-    fits = isinstance(types, list) and len(types) == layers
-    if not fits or any(kind not in known for kind in types):
-        raise checkpoint.wrong_setting(
-            "layer_types", f"; expected {layers} of {' and '.join(known)}"
-        )
-    window = -1
-    if "sliding_attention" in types:
-        window = checkpoint.number("sliding_window", 1, 2**31 - 1) - (not by_speculators)
+    widths = read_windows(checkpoint, layers)
     stated = settings.get("causal", settings.get("is_causal"))
     views, windows = [], []
-    for kind in types:
-        sliding = causal = kind == "sliding_attention"
+    for kind, width in zip(settings.get("layer_types") or [""] * layers, widths, strict=True):
+        causal = kind == "sliding_attention"
         if by_speculators:
-            causal = sliding and not settings.get("sliding_window_non_causal")
+            causal = causal and not settings.get("sliding_window_non_causal")
         elif stated is not None:
             causal = bool(stated)
         views.append(BlockView(causal, anchored=by_speculators or not causal))
-        windows.append(window if sliding else -1)
+        windows.append(width - (not by_speculators or not width))
     return tuple(views), tuple(windows)
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from specattn.errors import ModelError
 from specattn.models.builder import HeadBuilder
 from specattn.models.checkpoint import Checkpoint
 from specattn.models.dflash import DFlashHead, read_block, read_states
-from specattn.models.eagle import EAGLE3_NORMS, Eagle3Head, EagleHead
+from specattn.models.eagle import Eagle3Head, EagleHead
+from specattn.models.head_settings import (
+    EAGLE3_IDS,
+    EAGLE3_NORMS,
+    check_settings,
+    named,
+    read_windows,
+)
 from specattn.models.hf import HFTarget
 from specattn.models.hub import blaming
 from specattn.models.vocabulary import (
@@ -28,6 +36,8 @@ if TYPE_CHECKING:
 
     from specattn.models.builder import Shapes, Target
     from specattn.models.eagle import DraftHead
+
+log = logging.getLogger(__name__)
 
 #: What a target is, in a refusal of something else.
 _TARGET = "what HFTarget.from_pretrained, HFTarget.from_model or fuse returns"
@@ -177,6 +187,7 @@ def _load(
                 else "is no DFlash head: config.json has no dflash_config and no block_size; "
                 "load an EAGLE head by load_draft, and a whole model by load_lm_draft"
             )
+        check_settings(checkpoint)
         check_head_tokenizer(checkpoint.folder, checkpoint.name, target)
         head = HeadBuilder(checkpoint, target, dtype or target.dtype, device or target.device)
         return build(head)
@@ -203,7 +214,7 @@ def _eagle(head: HeadBuilder) -> EagleHead:
         shapes |= head.layer_shapes(name, size, input_norm=has_norm)
     weights = head.read(shapes)
     return EagleHead(
-        **head.parts(weights, names, (len(target.layers),)),
+        **head.parts(weights, names, (len(target.layers),), _windows(head)),
         normed=normed,
     )
 
@@ -217,6 +228,12 @@ def _eagle3(head: HeadBuilder) -> Eagle3Head:
         )
     if config.num_hidden_layers != 1:
         raise checkpoint.wrong_setting("num_hidden_layers", "; an EAGLE-3 head has 1")
+    if checkpoint.by_speculators and "norm_before_residual" not in checkpoint.settings:
+        log.warning(
+            "%s has no norm_before_residual in config.json: taken for false, as in speculators; "
+            "vLLM takes it for true",
+            checkpoint.name,
+        )
     features = _features(checkpoint, len(head.target.layers))
     size, width, count = config.hidden_size, head.target.hidden_size, len(features)
     feature_norms: Shapes = {}
@@ -232,7 +249,7 @@ def _eagle3(head: HeadBuilder) -> Eagle3Head:
         shapes |= {"fc.weight": (size, count * width)}
     weights = head.read(shapes)
     return Eagle3Head(
-        **head.parts(weights, ["midlayer."], features),
+        **head.parts(weights, ["midlayer."], features, _windows(head)),
         hidden_norm=weights["midlayer.hidden_norm.weight"],
         norm=weights["norm.weight"],
         feature_norms=tuple(weights[name] for name in feature_norms),
@@ -266,9 +283,30 @@ def _features(checkpoint: Checkpoint, num_layers: int) -> tuple[int, ...]:
     """Return the states that an EAGLE-3 head reads, SGLang's by default."""
     if checkpoint.settings.get("use_aux_hidden_state") is False:
         return (num_layers,)
-    key = "eagle_aux_hidden_state_layer_ids"
-    if checkpoint.settings.get(key) in (None, []):
+    if (key := named(checkpoint, *EAGLE3_IDS)) is None:
         usual = (2, num_layers // 2, num_layers - 3)
-        return tuple(min(max(i, 0), num_layers - 1) for i in usual)
+        states = tuple(min(max(i, 0), num_layers - 1) for i in usual)
+        log.warning(
+            "%s has no %s in config.json: it reads the states that enter layers %s, as most heads",
+            checkpoint.name,
+            EAGLE3_IDS[0],
+            states,
+        )
+        return states
     # Transformers shows what leaves the last layer only after the final norm.
-    return checkpoint.states(key, num_layers - (not checkpoint.by_speculators))
+    states = checkpoint.states(key, num_layers - (not checkpoint.by_speculators))
+    log.info(
+        "%s has %s %s in config.json, which engines read in several ways: here as the states that "
+        "%s these layers",
+        checkpoint.name,
+        key,
+        checkpoint.settings[key],
+        "enter" if checkpoint.by_speculators else "leave",
+    )
+    return states
+
+
+def _windows(head: HeadBuilder) -> tuple[int, ...]:
+    """Return ``AttnConfig.window_left`` of an EAGLE head's layers."""
+    widths = read_windows(head.checkpoint, head.config.num_hidden_layers)
+    return tuple(width - 1 for width in widths)

@@ -21,11 +21,6 @@ from specattn.speculative.model import DraftOutput
 if TYPE_CHECKING:
     from specattn.speculative.model import Attend
 
-#: Settings of vLLM's speculators for norms that the paper's EAGLE-3 head has not: the norm of the
-#: hidden state before the residual stream begins, of all features side by side or of each one
-#: before they are mixed, and of the hidden state that the next draft step continues.
-EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DraftHead(FusedModel):
@@ -40,18 +35,24 @@ class DraftHead(FusedModel):
     fc_bias : Tensor or None
         ``[H]``.
     target_ids : Tensor or None
-        ``[Vd]`` int64, the target token id of each draft token id; None if both are the same. The
-        other parts are those of `FusedModel`.
+        ``[Vd]`` int64, the target token id of each draft token id; None if both are the same.
+    logit_scale : float
+        What the logits are multiplied by. The other parts are those of `FusedModel`.
     """
 
     fc: Tensor | None
     feature_size: int
     fc_bias: Tensor | None = None
     target_ids: Tensor | None = None
+    logit_scale: float = 1.0
 
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map draft token ids, int64 of any shape, to target token ids."""
         return token_ids if self.target_ids is None else self.target_ids[token_ids]
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = super()._logits(x)
+        return logits if self.logit_scale == 1.0 else logits * self.logit_scale
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

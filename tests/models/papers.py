@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.models.heads import Tensors
+
+    Turn = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 # The papers' heads in plain torch, float64, over one request of T tokens.
@@ -23,16 +28,35 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tens
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attention(x: torch.Tensor, w: Tensors, positions: torch.Tensor, theta: float) -> torch.Tensor:
+def rotate_neighbours(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rotate dimension 2 i with 2 i + 1, as complex numbers."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None] / theta ** (torch.arange(half).double() / half)
+    turned = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous())
+    return torch.view_as_real(turned * torch.polar(torch.ones_like(angle), angle)[:, None]).flatten(
+        -2
+    )
+
+
+def attention(
+    x: torch.Tensor,
+    w: Tensors,
+    positions: torch.Tensor,
+    theta: float,
+    *,
+    turn: Turn = rotate,
+    window: float = math.inf,
+) -> torch.Tensor:
     def project(name: str) -> torch.Tensor:
         return x @ w[f"{name}_proj.weight"].T + w.get(f"{name}_proj.bias", torch.zeros(()))
 
     q, k, v = (project(name).unflatten(-1, (-1, 24)) for name in "qkv")
-    q, k = rotate(q, positions, theta), rotate(k, positions, theta)
+    q, k = turn(q, positions, theta), turn(k, positions, theta)
     out = torch.empty_like(q)
     for head in range(4):
         logits = q[:, head] @ k[:, head // 2].T * 24**-0.5
-        logits = logits.masked_fill(positions[:, None] < positions, -torch.inf)
+        back = positions[:, None] - positions
+        logits = logits.masked_fill((back < 0) | (back >= window), -torch.inf)
         out[:, head] = logits.softmax(-1) @ v[:, head // 2]
     return out.flatten(1) @ w["o_proj.weight"].T + w.get("o_proj.bias", torch.zeros(()))
 
@@ -68,8 +92,12 @@ def eagle3_layer(
     *,
     norm_before_residual: bool = False,
     act: str = "silu",
+    turn: Turn = rotate,
+    window: float = math.inf,
 ) -> torch.Tensor:
     both = [rms(embeds, w["input_layernorm.weight"]), rms(x, w["hidden_norm.weight"])]
     stream = both[1] if norm_before_residual else x
-    x = stream + attention(torch.cat(both, -1), under(w, "self_attn."), positions, theta)
+    x = stream + attention(
+        torch.cat(both, -1), under(w, "self_attn."), positions, theta, turn=turn, window=window
+    )
     return x + mlp(rms(x, w["post_attention_layernorm.weight"]), under(w, "mlp."), act)

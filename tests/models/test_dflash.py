@@ -21,6 +21,8 @@ from tests.models.papers import mlp, rms, rotate, under
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.models.papers import Turn
+
 from tests.models.heads import Tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,6 +85,7 @@ def reference(
     embeds: torch.Tensor,
     features: torch.Tensor,
     visible: list[torch.Tensor],
+    turn: Turn = rotate,
 ) -> torch.Tensor:
     """Final states of one request's block ``embeds [n, H]`` behind ``features [P, F]``.
 
@@ -96,9 +99,9 @@ def reference(
     for layer, mask in enumerate(visible):
         w = under(tensors, f"layers.{layer}.")
         a, y = under(w, "self_attn."), rms(x, w["input_layernorm.weight"])
-        q = rotate(heads_of(y, a, "q"), at[past:], THETA)
+        q = turn(heads_of(y, a, "q"), at[past:], THETA)
         k, v = (torch.cat([heads_of(context, a, name), heads_of(y, a, name)]) for name in "kv")
-        k = rotate(k, at, THETA)
+        k = turn(k, at, THETA)
         out = torch.empty_like(q)
         for head in range(4):
             logits = q[:, head] @ k[:, head // 2].T * 24**-0.5

@@ -43,6 +43,7 @@ class RotaryTable:
     rotary: nn.Module
     length: int
     argument: str = "target"  # whose rotations these are
+    still: int = 0  # pairs of dimensions that are not rotated, behind the others
 
     @cached_property
     def rows(self) -> Tensor:
@@ -52,7 +53,8 @@ class RotaryTable:
         with torch.no_grad():
             cosine, sine = self.rotary(buffer.new_empty(1, dtype=torch.float32), positions)
         half = cosine.shape[-1] // 2  # [1, L, D]
-        return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1)
+        still = cosine.new_zeros(self.length, self.still)
+        return torch.cat([cosine[0, :, :half], still + 1, sine[0, :, :half], still], dim=-1)
 
     def of_length(self, length: int) -> RotaryTable:
         """Return the table of ``length`` positions, itself if it has them.
