@@ -15,6 +15,7 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     "checks",
     "errors",
+    "autocast",
     "batch",
     "buffers",
     "config",

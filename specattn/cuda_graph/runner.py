@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from specattn.autocast import without_autocast
 from specattn.checks import listed, whole_numbers
 from specattn.cuda_graph.recorder import Recorder
 from specattn.errors import CapacityError, CaptureError, CaptureMismatch, NotCapturedError
@@ -358,6 +359,7 @@ class GraphRunner(Generic[Key]):
 
 
 @torch.no_grad()
+@without_autocast
 def _run(program: Program) -> None:
     """Run without gradients: models may hold parameters, and buffers have no history."""
     program.run()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.autocast import without_autocast
 from specattn.kernels.fused import add_rms_norm
 from specattn.models.eagle import DraftHead
 from specattn.models.fused.block import project
@@ -106,6 +107,7 @@ class DFlashHead(DraftHead):
     hidden_norm: Tensor
     norm: Tensor
 
+    @without_autocast
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Mix the target's features ``[T, F]`` into the draft's context ``[T, H]``."""
         assert self.fc is not None
@@ -114,6 +116,7 @@ class DFlashHead(DraftHead):
         return mixed
 
     @torch.no_grad()
+    @without_autocast
     def write_context(self, states: Tensor, positions: Tensor, pool: KVPool, slots: Tensor) -> None:
         """Store every layer's keys and values; see `BlockDraftModel.write_context`."""
         for layer, block in enumerate(self.blocks):
@@ -121,6 +124,7 @@ class DFlashHead(DraftHead):
             pool.store_packed(layer, slots, parts, positions, rotation, 0)
 
     @torch.no_grad()
+    @without_autocast
     def forward_block(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from specattn.autocast import without_autocast
 from specattn.errors import ModelError
 from specattn.models.builder import HeadBuilder
 from specattn.models.checkpoint import Checkpoint
@@ -168,6 +169,7 @@ def lm_draft(model: HFTarget, target: Target) -> LMDraft:
     return LMDraft(model, target.vocab_size)
 
 
+@without_autocast
 def _load(
     path_or_id: str | Path,
     target: Target,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from specattn.autocast import without_autocast
 from specattn.kernels.fused import add_rms_norm, embed_norm_pair
 from specattn.models.fused.block import FusedModel, product
 from specattn.speculative.model import DraftOutput
@@ -72,6 +73,7 @@ class EagleHead(DraftHead):
         return hidden_states.to(self.dtype)
 
     @torch.no_grad()
+    @without_autocast
     def forward(
         self,
         input_ids: Tensor,
@@ -125,6 +127,7 @@ class Eagle3Head(DraftHead):
     norm_before_residual: bool = False
     norm_output: bool = False
 
+    @without_autocast
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Mix the target's features ``[T, F]`` into draft hidden states ``[T, H]``."""
         states, eps = hidden_states.to(self.dtype), self.blocks[0].eps
@@ -135,6 +138,7 @@ class Eagle3Head(DraftHead):
         return states if self.fc is None else product(states, self.fc, self.fc_bias)
 
     @torch.no_grad()
+    @without_autocast
     def forward(
         self,
         input_ids: Tensor,

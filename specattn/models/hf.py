@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from specattn.autocast import without_autocast
 from specattn.errors import ModelError
 from specattn.models.interface import INTERFACE, ModelState, call_attend
 from specattn.models.pretrained import load_causal, tokenizer_of
@@ -239,6 +240,7 @@ class HFTarget(LoadedTarget):
         return head
 
     @torch.no_grad()
+    @without_autocast
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> TargetOutput:

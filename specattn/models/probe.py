@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from specattn.autocast import without_autocast
 from specattn.config import AttnConfig
 from specattn.errors import ModelError
 from specattn.models.hub import first_line, quiet
@@ -76,6 +77,7 @@ def _layers_of(module: Any, config: Any) -> tuple[AttnConfig, ...]:
     return layers
 
 
+@without_autocast
 def _run(module: Any, config: Any, interface: str, **inputs: Tensor) -> _Probe:
     """Run the model with a new probe as its attention; return that."""
     probe = _Probe(config)

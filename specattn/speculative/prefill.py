@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specattn.autocast import without_autocast
 from specattn.batch import DraftTree
 from specattn.cache.external import ExternalTable
 from specattn.cache.slot_table import SlotTable
@@ -139,6 +140,7 @@ class Prefill:
         return self.table if isinstance(self.table, Tensor) else self.table.req_to_token
 
     @torch.no_grad()
+    @without_autocast
     def run(
         self,
         prompts: Sequence[Prompt],
@@ -212,6 +214,7 @@ class Prefill:
         check_kept(f"what {type(proposer).__name__}.prompt returns", state, known)
         return state
 
+    @without_autocast
     def last_logits(self, prompt: Prompt) -> Tensor:
         """Fill the target's KV of one prompt; return the last logits ``[V]``.
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from specattn.autocast import without_autocast
+
 
 def gather(cache: Tensor, slots: Tensor, seen: Tensor, scale: float = 1.0) -> Tensor:
     """Return rows as ``[B, heads, N, dim]``; zeros where not ``seen``."""
@@ -23,6 +25,7 @@ def gather(cache: Tensor, slots: Tensor, seen: Tensor, scale: float = 1.0) -> Te
     return (rows if scale == 1 else rows * scale).transpose(1, 2)
 
 
+@without_autocast
 def _attend(
     q: Tensor,
     k_cache: Tensor,

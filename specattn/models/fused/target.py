@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from specattn.autocast import without_autocast
 from specattn.checks import instance
 from specattn.errors import ModelError
 from specattn.kernels.fused import add_rms_norm
@@ -67,6 +68,7 @@ class FusedTarget(FusedModel, LoadedTarget):
     process_group: ProcessGroup | None = None
 
     @classmethod
+    @without_autocast
     def from_target(cls, target: HFTarget) -> Self:
         """Fuse a loaded model; the two share one copy of the weights.
 
@@ -115,6 +117,7 @@ class FusedTarget(FusedModel, LoadedTarget):
         return self.norm.device
 
     @torch.no_grad()
+    @without_autocast
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> TargetOutput:
