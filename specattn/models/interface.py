@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from specattn.errors import ModelError
@@ -72,6 +73,8 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
+# a compiled model leaves its graph here: an attend is Python, of other shapes in every step
+@torch.compiler.disable
 def dispatch(
     module: Any,
     query: Tensor,

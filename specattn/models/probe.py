@@ -29,6 +29,8 @@ _WITH_MASKS = "specattn_probe"
 
 # The attribute of its masks that has what transformers would have computed them from.
 _FUNCTION = "specattn_mask_function"
+# Modules of `torch.ao.quantization.quantize_dynamic`.
+_QUANTISED = "torch.ao.nn.quantized"
 _KINDS = {"full_attention", "sliding_attention"}
 # Tensors a layer may pass along that do not change what attention computes.
 _HARMLESS = {"position_ids", "cache_position"}
@@ -82,7 +84,8 @@ def _run(module: Any, config: Any, interface: str, **inputs: Tensor) -> _Probe:
     """Run the model with a new probe as its attention; return that."""
     probe = _Probe(config)
     try:
-        with quiet(), torch.no_grad():
+        # Dynamo would trace the mask functions, and drop what they come from
+        with quiet(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             module.set_attn_implementation(interface)
             logits = module(**inputs, use_cache=False, specattn_attention=probe).logits
     except _UnfitError:
@@ -117,6 +120,11 @@ def _check_config(module: nn.Module, config: Any) -> None:
     # Set on every class with recurrent (state-space, linear-attention) layers.
     if module._is_stateful:
         raise _UnfitError("has recurrent layers, whose state cannot be rolled back")
+    for name, part in module.named_modules():
+        if type(part).__module__.startswith(_QUANTISED):
+            raise _UnfitError(
+                f"has {name} quantised by torch.ao, which rounds a token by the others of a forward"
+            )
     kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS
     if kinds:
         raise _UnfitError(f"has layers of kind {', '.join(sorted(kinds))}")

@@ -361,6 +361,53 @@ def test_every_part_of_a_model_is_given_back(monkeypatch) -> None:
     assert all(one.requires_grad for one in model.parameters())
 
 
+def _whole(model: torch.nn.Module, **how: object) -> None:
+    model.compile(**how)
+
+
+def _forward(model: torch.nn.Module, **how: object) -> None:
+    model.forward = torch.compile(model.forward, **how)
+
+
+def _layers(model: torch.nn.Module, **how: object) -> None:
+    for layer in model.model.layers:
+        layer.compile(**how)
+
+
+@pytest.mark.parametrize("compiled", [_whole, _forward, _layers])
+def test_compiled_models_are_looked_at_uncompiled(tiny, dense, compiled) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = tiny("mistral", sliding_window=5, num_hidden_layers=1)
+    ids, positions = tokens(), torch.arange(LENGTH)
+    want = reference(model, ids).logits[0]
+    compiled(model, backend=backend)
+    target = HFTarget.from_model(model)
+    assert not graphs
+    assert {layer.window_left for layer in target.layers} == {4}
+    out = target.forward(ids, positions, dense(target.layers).at(positions))
+    torch.testing.assert_close(out.logits, want, atol=2e-5, rtol=1e-5)
+    assert graphs
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dynamic_quantisation_is_refused(tiny) -> None:
+    quantize = torch.ao.quantization.quantize_dynamic
+    for kinds, first in (
+        ({torch.nn.Linear}, "model.layers.0.self_attn.q_proj"),
+        ({"lm_head"}, "lm_head"),
+    ):
+        model = quantize(tiny("llama"), kinds, dtype=torch.qint8)
+        with pytest.raises(ModelError, match=f"'llama' has {first} quantised by torch.ao, which "):
+            HFTarget.from_model(model)
+
+
 @pytest.mark.parametrize("model_type", ["roberta", "bert"])
 def test_a_model_that_is_refused_is_left_as_it_was(tiny, model_type) -> None:
     model = tiny(model_type, is_decoder=model_type == "roberta").train()
