@@ -151,7 +151,12 @@ class HeadBuilder:
                     f"has a tensor {key} of {tensor.dtype} {list(tensor.shape)} in {file}; "
                     f"expected floating point {list(wanted[key])}"
                 )
-        return {key: one.to(self.device, self.dtype) for key, one in found.items()}
+        weights = {key: one.to(self.device, self.dtype) for key, one in found.items()}
+        for key, one in weights.items():
+            # a sum reads each weight once, and needs no memory
+            if not one.sum(dtype=torch.float32).isfinite():
+                raise checkpoint.wrong(f"has NaN or infinite weights in {key} in {file}")
+        return weights
 
     def parts(
         self,

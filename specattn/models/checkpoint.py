@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specattn.errors import ModelError
-from specattn.models.hub import fetch, is_gguf
+from specattn.models.hub import fetch, is_damage, is_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -185,8 +185,10 @@ class Checkpoint:
                 found: Any = load_file(path)
             else:
                 found = torch.load(path, map_location="cpu", weights_only=True)
-        except (SafetensorError, EOFError) as error:
-            raise self.wrong(f"has a corrupt {path.name}") from error
+        except (SafetensorError, EOFError, RuntimeError) as error:
+            if not is_damage(error):
+                raise
+            raise self.wrong(f"has a truncated or corrupt {path.name}") from error
         except pickle.UnpicklingError as error:
             raise self.wrong(
                 f"has a {path.name} that is corrupt or holds more than tensors"

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zipfile import is_zipfile
 
 import torch
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import logging as hub_logging
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as hf_logging
 
 from specattn.errors import ModelError
@@ -59,7 +60,7 @@ def blaming(argument: str, name: str) -> Iterator[None]:
         raise
     # Loading runs five libraries' code over a stranger's files: no list of types would be complete.
     except Exception as error:
-        raise ModelError(argument, f"{name} {_cause(error)}") from error
+        raise ModelError(argument, f"{name} {_cause(error, name)}") from error
 
 
 def is_gguf(path_or_id: str | Path) -> bool:
@@ -119,10 +120,30 @@ def count_from_first(names: Collection[str]) -> str:
     return min(names) + more
 
 
-def _cause(error: BaseException) -> str:
+def is_damage(error: BaseException) -> bool:
+    """Return whether an error tells of a damaged file of weights."""
+    # torch has no type for it
+    zipped = isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error)
+    return zipped or isinstance(error, SafetensorError | EOFError)
+
+
+def _damaged(folder: Path) -> str:
+    """Name the first file of weights that is not whole."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            safe_open(path, "pt")
+        except SafetensorError:
+            return f"a truncated or corrupt {path.name}"
+    odd = [path.name for path in sorted(folder.glob("*.bin")) if not is_zipfile(path)]
+    return f"a truncated or corrupt {odd[0]}" if odd else "truncated or corrupt weight files"
+
+
+def _cause(error: BaseException, name: str) -> str:
     """Say why a load failed, by the chain's first known error."""
     link: BaseException | None = error
     while link is not None:
+        if is_damage(link):
+            return f"has {_damaged(Path(name))}"
         for kinds, text in _CAUSES:
             if isinstance(link, kinds):
                 return text
@@ -144,7 +165,6 @@ _CAUSES: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
         (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled, ConnectionError),
         "is neither a folder here nor in the Hub's cache, and the Hub cannot be reached",
     ),
-    ((SafetensorError, EOFError), "has corrupt weight files"),
     ((pickle.UnpicklingError,), "has weight files that are corrupt or hold more than tensors"),
     ((torch.OutOfMemoryError,), "does not fit into the device's memory"),
 )

@@ -21,7 +21,7 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import logging as hf_logging
 
 from specattn.errors import ModelError
-from specattn.models.hub import blaming, count_from_first, is_gguf, locate
+from specattn.models.hub import blaming, count_from_first, first_line, is_gguf, locate
 from specattn.models.shards import process_group, too_old
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def load_causal(
         raise ModelError("target", f"{name} is a GGUF file, whose weights are not sharded")
     with blaming("target", name), _source_of(name) as (folder, file):
         if file:
+            _check_whole(name)
             _check_rope(name)
         config = AutoConfig.from_pretrained(folder, **file, trust_remote_code=False)
         _check_causal(name, config)
@@ -129,6 +130,33 @@ def _source_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield str(Path(name).parent), {"gguf_file": Path(name).name}
     finally:
         gguf.GGUFReader, gguf.get_tensor_name_map, loader.tqdm = kept
+
+
+def _check_whole(name: str) -> None:
+    """Refuse a file that is truncated, or one of several shards.
+
+    Raises
+    ------
+    ModelError
+        If it is so. ``argument`` is "target".
+    """
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(name)
+    except OSError:
+        raise
+    # what numpy says of bytes that are not there
+    except Exception as error:
+        why = f"is truncated or corrupt: {first_line(error)}"
+        raise ModelError("target", f"{name} {why}") from error
+    split = reader.fields.get("split.count")
+    if split is not None and (count := int(split.parts[split.data[0]][0])) > 1:
+        raise ModelError(
+            "target",
+            f"{name} is one of {count} shards of a GGUF file, of which transformers reads none: "
+            "give one file, as `llama-gguf-split --merge` writes it",
+        )
 
 
 def _check_rope(name: str) -> None:

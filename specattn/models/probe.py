@@ -19,6 +19,7 @@ from specattn.config import AttnConfig
 from specattn.errors import ModelError
 from specattn.models.hub import first_line, quiet
 from specattn.models.interface import INTERFACE, dispatch
+from specattn.models.shards import own
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,8 +71,10 @@ def _layers_of(module: Any, config: Any) -> tuple[AttnConfig, ...]:
     moved = {"input_ids": tokens[order][None], "position_ids": order[None]}
     second = _run(module, config, INTERFACE, **moved)
     for index in range(len(layers)):
-        for own, other in zip(first.heads[index], second.heads[index], strict=True):
-            if not _close(own[:, :, order], other):
+        for one, other in zip(first.heads[index], second.heads[index], strict=True):
+            if not _close(one[:, :, order], other):
+                if not (one.isfinite().all() and other.isfinite().all()):
+                    raise _not_finite(module, f"heads in layer {index}")
                 raise _UnfitError(
                     f"computes other heads in layer {index} for tokens in another order with "
                     "their positions: it counts positions in its own way, or mixes tokens"
@@ -105,12 +108,28 @@ def _run(module: Any, config: Any, interface: str, **inputs: Tensor) -> _Probe:
         raise _UnfitError(
             f"has logits of {logits.shape[-1]} columns, which are not its output embedding's"
         )
+    # some models say by -inf what they never choose
+    if not (logits < torch.inf).all():
+        raise _not_finite(module, "logits")
     return probe
 
 
-def _close(own: Tensor, other: Tensor) -> bool:
-    error = (own.double() - other.double()).norm()
-    return bool(error <= _CLOSE[own.element_size()] * own.double().norm())
+def _not_finite(module: nn.Module, what: str) -> _UnfitError:
+    """Return the error for results that are no numbers."""
+    names = [
+        name
+        for name, weight in module.named_parameters()
+        if weight.is_floating_point() and not own(weight).float().isfinite().all()
+    ]
+    if not names:
+        return _UnfitError(f"computes {what} that are NaN or infinite, of finite weights")
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    return _UnfitError(f"has weights that are NaN or infinite: {names[0]}{more}")
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    error = (one.double() - other.double()).norm()
+    return bool(error <= _CLOSE[one.element_size()] * one.double().norm())
 
 
 def _check_config(module: nn.Module, config: Any) -> None:

@@ -70,8 +70,13 @@ def save(model: torch.nn.Module, folder: Path) -> Path:
     return folder
 
 
-def write(model: torch.nn.Module, path: Path, *, q8: bool = False, **fields: str) -> Path:
-    """Write a model, its tokens and chat template; ``fields`` are further texts."""
+def write(
+    model: torch.nn.Module, path: Path, *, q8: bool = False, split: int = 0, **fields: str
+) -> Path:
+    """Write a model, its tokens and chat template; ``fields`` are further texts.
+
+    With ``split`` the file says that it is the first of so many.
+    """
     import gguf
 
     config, writer = model.config, gguf.GGUFWriter(path, "llama")
@@ -93,6 +98,9 @@ def write(model: torch.nn.Module, path: Path, *, q8: bool = False, **fields: str
     writer.add_eos_token_id(config.eos_token_id)
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_chat_template(TEMPLATE)
+    if split:
+        writer.add_uint16("split.no", 0)
+        writer.add_uint16("split.count", split)
     for name, text in fields.items():
         writer.add_string(name.replace("__", "."), text)
     _add_tensors(writer, model, q8=q8)

@@ -51,9 +51,15 @@ def test_missing_files(target, tmp_path) -> None:
 
 def test_corrupt_files(target, tmp_path) -> None:
     write(tmp_path, eagle3_tensors())
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
-    assert refusal(tmp_path, target) == "has a corrupt model.safetensors"
-    (tmp_path / "model.safetensors").unlink()
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for damaged in (b"x" * 100, whole[:-4], b""):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        assert refusal(tmp_path, target) == "has a truncated or corrupt model.safetensors"
+    write(tmp_path, eagle3_tensors(), layout="bin")
+    whole = (tmp_path / "pytorch_model.bin").read_bytes()
+    for damaged in (whole[:100], whole[:-4], b""):
+        (tmp_path / "pytorch_model.bin").write_bytes(damaged)
+        assert refusal(tmp_path, target) == "has a truncated or corrupt pytorch_model.bin"
     torch.save({"fc.weight": HFTarget}, tmp_path / "pytorch_model.bin")  # a class: code, in effect
     assert refusal(tmp_path, target) == (
         "has a pytorch_model.bin that is corrupt or holds more than tensors"
@@ -163,6 +169,15 @@ def test_every_wrong_tensor_is_named(target, tmp_path) -> None:
         in message(**{"fc.weight": rand(64, 128)})
     )
     assert "lm_head.weight" in message(**{"lm_head.weight": rand(V, HT)})
+
+
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("name", ["midlayer.mlp.down_proj.weight", "norm.weight", "lm_head.weight"])
+def test_weights_that_are_no_numbers(target, tmp_path, name, number) -> None:
+    tensors = eagle3_tensors()
+    tensors[name].view(-1)[-1] = number
+    wanted = f"has NaN or infinite weights in {name} in model.safetensors"
+    assert refusal(write(tmp_path, tensors), target) == wanted
 
 
 def test_vocabulary_and_d2t_are_checked(target, tmp_path) -> None:

@@ -172,7 +172,7 @@ def test_broken_weights(folder) -> None:
     whole, tensors = weights.read_bytes(), load_file(weights)
     for damaged in (b"", whole[:500], whole[:-4]):
         weights.write_bytes(damaged)
-        assert refusal(folder) == f"{folder} has corrupt weight files"
+        assert refusal(folder) == f"{folder} has a truncated or corrupt model.safetensors"
 
     def save(**changes: torch.Tensor | None) -> None:
         kept = {k: v for k, v in (tensors | changes).items() if v is not None}
@@ -186,3 +186,15 @@ def test_broken_weights(folder) -> None:
     assert "no file named model.safetensors" in refusal(folder)
     (folder / "pytorch_model.bin").write_bytes(b"not a pickle")
     assert "weight files that are corrupt or hold more than tensors" in refusal(folder)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "pytorch_model.bin").write_bytes((folder / "pytorch_model.bin").read_bytes()[:-4])
+    assert refusal(folder) == f"{folder} has a truncated or corrupt pytorch_model.bin"
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -4])
+def test_the_damaged_shard_is_named(tiny, tmp_path, size) -> None:
+    tiny("llama").save_pretrained(tmp_path, max_shard_size="50KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2
+    shards[1].write_bytes(shards[1].read_bytes()[:size])
+    assert refusal(tmp_path) == f"{tmp_path} has a truncated or corrupt {shards[1].name}"

@@ -94,13 +94,29 @@ def refusal(path: object, **options: object) -> str:
 def test_files_that_are_no_targets(model, tmp_path, monkeypatch) -> None:
     assert refusal("/no/such.gguf") == "no such file: /no/such.gguf"
     path = tmp_path / "m.gguf"
-    path.write_bytes(b"GGUF" + b"\0" * 60)
-    assert refusal(path).startswith("cannot be loaded: ")
     gguf_files.write(model, path)
     assert refusal(tmp_path) == "has no config.json; give its GGUF file, m.gguf"
     assert refusal(path, tp_plan="auto") == "is a GGUF file, whose weights are not sharded"
     monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
     assert refusal(path) == "needs gguf and accelerate (pip install 'specattn[gguf]')"
+
+
+@pytest.mark.parametrize("size", [0, 3, 100, 8000, 100_000, -1])
+def test_a_truncated_file_is_called_so(model, tmp_path, size) -> None:
+    path = gguf_files.write(model, tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes()[:size])
+    assert refusal(path).startswith("is truncated or corrupt: ")
+    path.write_bytes(b"GGUF" + b"\0" * 60)
+    assert refusal(path).startswith("is truncated or corrupt: ")
+
+
+def test_a_shard_is_no_file(model, tmp_path) -> None:
+    path = gguf_files.write(model, tmp_path / "m-00001-of-00003.gguf", split=3)
+    assert refusal(path).startswith(
+        "is one of 3 shards of a GGUF file, of which transformers reads"
+    )
+    whole = gguf_files.write(model, tmp_path / "m.gguf", split=1)
+    assert HFTarget.from_pretrained(whole).vocab_size == model.config.vocab_size
 
 
 def test_rope_that_transformers_does_not_read_is_refused(model, tmp_path) -> None:

@@ -396,6 +396,35 @@ def test_compiled_models_are_looked_at_uncompiled(tiny, dense, compiled) -> None
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.2.mlp.up_proj.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ],
+)
+def test_weights_that_are_no_numbers_are_named(tiny, name, number) -> None:
+    model = tiny("llama").requires_grad_(False)
+    model.get_parameter(name).view(-1)[:8] = number
+    with pytest.raises(ModelError, match=f"'llama' has weights that are NaN or infinite: {name}$"):
+        HFTarget.from_model(model)
+    model.get_parameter("lm_head.weight")[3] = number
+    more = "" if name == "lm_head.weight" else " and 1 more"
+    with pytest.raises(ModelError, match=f"{name}{more}$"):
+        HFTarget.from_model(model)
+
+
+def test_activations_that_overflow_are_no_weights(tiny) -> None:
+    model = tiny("llama").half().requires_grad_(False)
+    model.get_parameter("model.norm.weight").fill_(6e4)
+    model.get_parameter("lm_head.weight").fill_(6e4)
+    with pytest.raises(ModelError, match="computes logits that are NaN or infinite, of finite"):
+        HFTarget.from_model(model)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_dynamic_quantisation_is_refused(tiny) -> None:
     quantize = torch.ao.quantization.quantize_dynamic
