@@ -11,7 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specattn.config import AttnConfig
 from specattn.kernels.fused.stream import ready
 from specattn.models import DFlashHead, Eagle3Head, FusedTarget
-from specattn.models.fused.block import Block, RotaryTable, as_linear
+from specattn.models.fused.block import Block, GatedFeed, RotaryTable
+from specattn.models.fused.projection import Projection
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
@@ -49,17 +50,21 @@ class _Weights:
         )
         heads = geometry.num_qo_heads + 2 * geometry.num_kv_heads
         return Block(
-            geometry,
-            rotary,
-            (self.ones(dim),) * 2 if config.model_type == "qwen3" else None,
-            config.rms_norm_eps,
-            self.ones(size),
-            self.ones(size),
-            self.linear(heads * dim, input_size),
-            self.bias(heads * dim) if config.model_type == "qwen2" else None,
-            self.linear(size, geometry.num_qo_heads * dim),
-            self.linear(2 * config.intermediate_size, size),
-            self.linear(size, config.intermediate_size),
+            geometry=geometry,
+            rotary=rotary,
+            head_norms=(self.ones(dim),) * 2 if config.model_type == "qwen3" else None,
+            eps=config.rms_norm_eps,
+            input_norm=self.ones(size),
+            post_norm=self.ones(size),
+            qkv=Projection(
+                self.linear(heads * dim, input_size),
+                self.bias(heads * dim) if config.model_type == "qwen2" else None,
+            ),
+            o=Projection(self.linear(size, geometry.num_qo_heads * dim)),
+            feed=GatedFeed(
+                gate_up=Projection(self.linear(2 * config.intermediate_size, size)),
+                down=Projection(self.linear(size, config.intermediate_size)),
+            ),
         )
 
 
@@ -78,7 +83,7 @@ def random_target(
     blocks = tuple(weights.block(config, rotary, size) for _ in range(config.num_hidden_layers))
     embed = nn.Embedding(vocab, size, _weight=weights.linear(vocab, size) * size**0.5)
     tied = config.tie_word_embeddings
-    head = as_linear(embed.weight if tied else weights.linear(vocab, size))
+    head = Projection(embed.weight if tied else weights.linear(vocab, size))
     eos = config.eos_token_id
     return FusedTarget(
         embed_tokens=embed.requires_grad_(False),
@@ -100,9 +105,9 @@ def random_eagle3(
     entering = (min(2, depth - 1), depth // 2, max(depth - 3, 0))
     return Eagle3Head(
         embed_tokens=target.embed_tokens,
-        lm_head=as_linear(weights.linear(draft_vocab_size, size)),
+        lm_head=Projection(weights.linear(draft_vocab_size, size)),
         blocks=(block,),
-        fc=weights.linear(size, 3 * size),
+        fc=Projection(weights.linear(size, 3 * size)),
         features=entering,
         feature_size=3 * size,
         target_ids=torch.arange(draft_vocab_size, device=target.device),
@@ -128,7 +133,7 @@ def random_dflash(
         embed_tokens=target.embed_tokens,
         lm_head=target.lm_head,
         blocks=blocks,
-        fc=weights.linear(size, size * len(features)),
+        fc=Projection(weights.linear(size, size * len(features))),
         features=features,
         feature_size=size * len(features),
         block=block,

@@ -101,7 +101,7 @@ class BlockWorld(World):
         """
         if setting.draft != "dflash":
             return super().read_bytes(setting, batch, context)
-        written = self._written() * self.block.fc.element_size()
+        written = self._written() * self.block.fc.weight.element_size()
         return super().read_bytes(PLAIN, batch, context) | {
             "draft weights": matrix_bytes(self.block),
             "context weights": written,
@@ -113,7 +113,7 @@ class BlockWorld(World):
         if setting.draft != "dflash":
             return super().operations(setting, batch)
         draft, path, logits = self.block, setting.steps + 1, self.block.lm_head.weight.numel()
-        layers = matrix_bytes(draft) // draft.fc.element_size() - logits
+        layers = matrix_bytes(draft) // draft.fc.weight.element_size() - logits
         drafted = draft.block.size * layers + setting.steps * logits
         verified = setting.nodes * super().operations(PLAIN, 1)
         return batch * (verified + 2 * (drafted + path * self._written()))
@@ -123,5 +123,5 @@ class BlockWorld(World):
         draft, kv = self.block, 0
         for block in draft.blocks:
             shape = block.geometry
-            kv += block.qkv[shape.num_qo_heads * shape.head_dim :].numel()
-        return draft.fc.numel() + kv
+            kv += block.qkv.rows(shape.num_qo_heads * shape.head_dim).weight.numel()
+        return draft.fc.weight.numel() + kv

@@ -85,10 +85,10 @@ def tree_logits(
     for layer, block in enumerate(model.blocks):
         past = (pool.k[layer][slots.long()].double(), pool.v[layer][slots.long()].double())
         h = _norm(x, block.input_norm, block.eps)
-        x = x + _attend(block, h, positions, past, mask) @ block.o.double().T
+        x = x + _attend(block, h, positions, past, mask) @ block.o.weight.double().T
         h = _norm(x, block.post_norm, block.eps)
-        gate, up = (h @ block.gate_up.double().T).chunk(2, dim=-1)
-        x = x + (silu(gate) * up) @ block.down.double().T
+        gate, up = (h @ block.feed.gate_up.weight.double().T).chunk(2, dim=-1)
+        x = x + (silu(gate) * up) @ block.feed.down.weight.double().T
     last = _norm(x, model.norm, model.blocks[0].eps)
     # in pieces: all of it in float64 takes gigabytes
     pieces = model.lm_head.weight.split(PIECE)
@@ -105,7 +105,7 @@ def _attend(
     """Return ``[n, Hq D]``."""
     shape, turn = block.geometry, block.rotation
     heads = shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads
-    parts = (h @ block.qkv.double().T).unflatten(-1, (-1, shape.head_dim))
+    parts = (h @ block.qkv.weight.double().T).unflatten(-1, (-1, shape.head_dim))
     q, k, v = parts.split(heads, dim=1)  # [n, heads, D]
     if turn.norms is not None:
         q, k = (

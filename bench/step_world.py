@@ -299,7 +299,7 @@ class World:
         # the extend asks for logits of one row only
         path, logits = setting.steps + 1, self.head.lm_head.weight.numel()
         drafted = (setting.steps - 1) * setting.topk * head
-        extend = path * (head - logits + self.head.fc.numel()) + logits
+        extend = path * (head - logits + self.head.fc.weight.numel()) + logits
         return 2 * batch * (setting.nodes * target + drafted + extend)
 
 
@@ -310,6 +310,8 @@ def cached_bytes(pool: KVPool, tokens: int) -> int:
 
 def matrix_bytes(model: FusedModel) -> int:
     """Return the bytes of the matrices that every forward reads."""
-    blocks = model.blocks
-    matrices = [m for block in blocks for m in (block.qkv, block.o, block.gate_up, block.down)]
-    return sum(matrix.nbytes for matrix in (*matrices, model.lm_head.weight))
+    matrices = [model.lm_head]
+    for block in model.blocks:
+        feed: Any = block.feed
+        matrices += [block.qkv, block.o, feed.gate_up, feed.down]
+    return sum(matrix.nbytes for matrix in matrices)

@@ -16,11 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specattn.config import AttnConfig
 from specattn.kernels.fused.stream import ready
-from specattn.models.fused.block import Block, RotaryTable, as_linear
+from specattn.models.fused.block import Block, GatedFeed, RotaryTable
+from specattn.models.fused.projection import Projection, output_projection
 from specattn.models.head_settings import named, read_logit_scale, read_rotated
 from specattn.models.hf import rescaling_length
 from specattn.models.hub import count_from_first, first_line
-from specattn.models.shards import is_sharded
 from specattn.models.vocabulary import check_padding, target_ids
 
 if TYPE_CHECKING:
@@ -173,10 +173,9 @@ class HeadBuilder:
         """
         return {
             "embed_tokens": self._embedding(weights.get("embed_tokens.weight")),
-            "lm_head": self._projection(weights),
+            "lm_head": self._output(weights),
             "blocks": self._blocks(weights, layers, windows),
-            "fc": weights.get("fc.weight"),
-            "fc_bias": weights.get("fc.bias"),
+            "fc": _projection(weights, "fc") if "fc.weight" in weights else None,
             "features": features,
             "feature_size": self.target.hidden_size * len(features),
             "target_ids": None if self.mapped is None else self.mapped.to(self.device),
@@ -208,7 +207,11 @@ class HeadBuilder:
                 for key in own.keys() & _ROTATED
                 if order is not None
             }
-            found.append(Block.of_weights(own, rotary, replace(geometry, window_left=window)))
+            names = [key.removesuffix(".weight") for key in own if key.endswith("_proj.weight")]
+            projections = {name: _projection(own, name) for name in names}
+            feed = GatedFeed.of_weights(projections, config)
+            shape = replace(geometry, window_left=window)
+            found.append(Block.of_weights(projections, own, rotary, shape, feed))
         return tuple(found)
 
     def _rotary(self) -> tuple[RotaryTable, Tensor | None]:
@@ -249,22 +252,22 @@ class HeadBuilder:
             )
         return shared
 
-    def _projection(self, weights: dict[str, Tensor]) -> nn.Linear:
+    def _output(self, weights: dict[str, Tensor]) -> Projection:
         """Return the output projection of a head, or of its target."""
         size, wanted = self.config.hidden_size, self.target.vocab_size
         count = min(self.config.vocab_size, wanted) if self.mapped is None else len(self.mapped)
         if "lm_head.weight" in weights:
-            lm_head = as_linear(weights["lm_head.weight"], weights.get("lm_head.bias"))
+            lm_head = _projection(weights, "lm_head")
         else:
-            lm_head = self.target.lm_head
+            lm_head = output_projection(self.target.lm_head)
             if lm_head.in_features != size or (self.mapped is not None and count != wanted):
                 raise self.checkpoint.wrong(
                     f"has no lm_head.weight in {self.checkpoint.weights}, and the target's "
                     f"{list(lm_head.weight.shape)} is not [{count}, {size}], so the "
                     "two cannot share one"
                 )
-        # what is left of a shard would not be gathered
-        if lm_head.out_features == count or is_sharded(lm_head):
-            return lm_head
-        bias = None if lm_head.bias is None else lm_head.bias[:count]
-        return as_linear(lm_head.weight[:count], bias)
+        return lm_head if lm_head.out_features == count else lm_head.rows(0, count)
+
+
+def _projection(weights: dict[str, Tensor], name: str) -> Projection:
+    return Projection(weights[f"{name}.weight"], weights.get(f"{name}.bias"))

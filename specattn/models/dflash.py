@@ -16,7 +16,6 @@ from torch import Tensor
 from specattn.autocast import without_autocast
 from specattn.kernels.fused import add_rms_norm
 from specattn.models.eagle import DraftHead
-from specattn.models.fused.block import project
 from specattn.models.head_settings import named, read_windows
 from specattn.speculative.block import BlockShape, BlockView
 
@@ -111,7 +110,7 @@ class DFlashHead(DraftHead):
     def combine(self, hidden_states: Tensor) -> Tensor:
         """Mix the target's features ``[T, F]`` into the draft's context ``[T, H]``."""
         assert self.fc is not None
-        parts = project(hidden_states.to(self.dtype), self.fc, self.fc_bias)
+        parts = self.fc.parts(hidden_states.to(self.dtype))
         mixed, _ = add_rms_norm(parts, None, self.hidden_norm, self.blocks[0].eps)
         return mixed
 

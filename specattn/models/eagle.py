@@ -16,10 +16,11 @@ from torch.nn.functional import rms_norm
 
 from specattn.autocast import without_autocast
 from specattn.kernels.fused import add_rms_norm, embed_norm_pair
-from specattn.models.fused.block import FusedModel, product
+from specattn.models.fused.block import FusedModel
 from specattn.speculative.model import DraftOutput
 
 if TYPE_CHECKING:
+    from specattn.models.fused.projection import Projection
     from specattn.speculative.model import Attend
 
 
@@ -29,21 +30,18 @@ class DraftHead(FusedModel):
 
     Parameters
     ----------
-    fc : Tensor or None
-        ``[H, F]``, the projection of what the head reads; None if it reads one state of its width.
+    fc : Projection or None
+        ``[H, F]``, of what the head reads; None if it reads one state of its width.
     feature_size : int
         F, the width of the features.
-    fc_bias : Tensor or None
-        ``[H]``.
     target_ids : Tensor or None
         ``[Vd]`` int64, the target token id of each draft token id; None if both are the same.
     logit_scale : float
         What the logits are multiplied by. The other parts are those of `FusedModel`.
     """
 
-    fc: Tensor | None
+    fc: Projection | None
     feature_size: int
-    fc_bias: Tensor | None = None
     target_ids: Tensor | None = None
     logit_scale: float = 1.0
 
@@ -90,7 +88,7 @@ class EagleHead(DraftHead):
         if sources is not None:
             hidden_states = hidden_states[sources]
         both = torch.cat([table[ids].to(self.dtype), hidden_states], dim=-1)
-        stream = product(both, self.fc, self.fc_bias)
+        stream = self.fc.product(both)
         last = len(self.blocks) - 1
         for layer, (block, normed) in enumerate(zip(self.blocks, self.normed, strict=True)):
             weight = block.input_norm
@@ -135,7 +133,7 @@ class Eagle3Head(DraftHead):
             parts = states.split([len(weight) for weight in self.feature_norms], dim=-1)
             pairs = zip(parts, self.feature_norms, strict=True)
             states = torch.cat([rms_norm(x, w.shape, w, eps) for x, w in pairs], dim=-1)
-        return states if self.fc is None else product(states, self.fc, self.fc_bias)
+        return states if self.fc is None else self.fc.product(states)
 
     @torch.no_grad()
     @without_autocast

@@ -242,7 +242,7 @@ def test_which_of_a_checkpoints_settings_win(target, tmp_path) -> None:
     assert config.rope_parameters["rope_theta"] == 700.0
     assert config.rms_norm_eps == 1e-3
     assert config.hidden_act == "gelu"
-    assert head.blocks[0].activation is not None
+    assert head.blocks[0].feed.activation is not None
     assert head.features == (2, 3, 4)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,6 +51,7 @@ LONGROPE = {
 }
 # neither a power of two nor a multiple of one, as SmolLM2's 576 and nine heads over three
 ODD = {"hidden_size": 72, "head_dim": 8, "num_attention_heads": 9, "num_key_value_heads": 3}
+OTHER_ROPE = {"rope_type": "default", "rope_theta": 77.0}
 LENGTH = 7
 PROMPTS = [[5, 17, 3, 99, 42, 8, 61], [23], [7, 7, 80, 12, 55, 31, 2, 64, 19, 28, 77]]
 
@@ -130,6 +133,20 @@ def test_angles_are_of_the_context_in_use(tiny, tmp_path) -> None:
         assert "rows" not in vars(given.blocks[0].rotary)
         assert used.for_context(70) is used
         assert used.for_context(129) is not used
+
+
+def test_layers_keep_rotations_of_their_own(tiny) -> None:
+    """Whatever the context, a layer's angles are its own table's."""
+    target = FusedTarget.from_target(HFTarget.from_model(tiny("llama")))
+    other = FusedTarget.from_target(HFTarget.from_model(tiny("llama", rope_parameters=OTHER_ROPE)))
+    mixed = (target.blocks[0], other.blocks[1], *target.blocks[2:])
+    one = replace(target, blocks=mixed).for_context(70)
+    for at, of in enumerate((target, other)):
+        want = of.for_context(70).blocks[at].rotation.table
+        assert one.blocks[at].rotation.table.equal(want)
+    first, second = (one.blocks[at].rotation.table for at in range(2))
+    assert not first.equal(second)
+    assert one.for_context(70) is one
 
 
 def test_positions_past_the_models_longest_are_rotated_as_transformers_does(tiny, dense) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from specattn.errors import UnsupportedError
 from specattn.kernels.fused.stream import ready
 from specattn.models import Eagle3Head, FusedTarget
-from specattn.models.fused.block import Block, RotaryTable, as_linear, product
+from specattn.models.fused.block import Block, GatedFeed, RotaryTable
+from specattn.models.fused.projection import Projection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,29 +58,6 @@ class SGLangAngles(RotaryTable):
     def of_length(self, length: int) -> SGLangAngles:
         """Return the table itself."""
         return self
-
-
-class GatheredLinear(nn.Linear):
-    """The output projection of all ranks, each of which has its rows.
-
-    Parameters
-    ----------
-    weight : Tensor
-        ``[V / ranks, H]``, this rank's.
-    size : int
-        V without what pads it.
-    """
-
-    def __init__(self, weight: Tensor, size: int) -> None:
-        super().__init__(weight.shape[1], size, bias=False, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits ``[T, V]`` of all ranks."""
-        from sglang.srt.distributed import tensor_model_parallel_all_gather
-
-        logits: Tensor = tensor_model_parallel_all_gather(product(x, self.weight))
-        return logits[:, : self.out_features]
 
 
 def fused_target(
@@ -158,11 +136,10 @@ def fused_head(
         embed_tokens=_embedding(inner.embed_tokens),
         lm_head=_vocabulary(model),
         blocks=_blocks(inner.layers, layers),
-        fc=inner.fc.weight if mixes else None,
+        fc=Projection(inner.fc.weight, inner.fc.bias) if mixes else None,
         # its target says which hidden states these are
         features=(),
         feature_size=width,
-        fc_bias=inner.fc.bias if mixes else None,
         target_ids=target_ids,
         hidden_norm=layer.hidden_norm.weight,
         norm=inner.norm.weight,
@@ -175,11 +152,7 @@ def fused_head(
 
 def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block, ...]:
     """Return the weights of decoder layers, none of them copied."""
-    from sglang.srt.distributed import tensor_model_parallel_all_reduce
-    from sglang.srt.runtime_context import get_parallel
-
     tables: dict[int, SGLangAngles] = {}
-    rank = get_parallel().tp_rank
     found = []
     for part, geometry in zip(modules, layers, strict=True):
         attention, mlp, rotary = part.self_attn, part.mlp, part.self_attn.rotary_emb
@@ -189,24 +162,39 @@ def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block
         table = SGLangAngles(rotary, len(rotary.cos_sin_cache))
         found.append(
             Block(
-                geometry,
+                geometry=geometry,
                 # layers share a module, and so what is made of its table
-                tables.setdefault(id(rotary), table),
-                norms,
-                part.input_layernorm.variance_epsilon,
-                part.input_layernorm.weight,
-                part.post_attention_layernorm.weight,
-                attention.qkv_proj.weight,
-                attention.qkv_proj.bias,
-                attention.o_proj.weight,
-                mlp.gate_up_proj.weight,
-                mlp.down_proj.weight,
-                # once in the sum over ranks
-                None if rank else attention.o_proj.bias,
-                reduce=tensor_model_parallel_all_reduce if _ranks() > 1 else None,
+                rotary=tables.setdefault(id(rotary), table),
+                head_norms=norms,
+                eps=part.input_layernorm.variance_epsilon,
+                input_norm=part.input_layernorm.weight,
+                post_norm=part.post_attention_layernorm.weight,
+                qkv=projection_of(attention.qkv_proj),
+                o=_summed(attention.o_proj),
+                feed=GatedFeed(
+                    gate_up=projection_of(mlp.gate_up_proj), down=_summed(mlp.down_proj)
+                ),
             )
         )
     return tuple(found)
+
+
+def projection_of(module: Any) -> Projection:
+    """Return what this rank holds of a module of SGLang's, not copied."""
+    return Projection(module.weight, getattr(module, "bias", None))
+
+
+def _summed(module: Any) -> Projection:
+    """Return the projection of ranks that share its columns."""
+    from sglang.srt.distributed import tensor_model_parallel_all_reduce
+    from sglang.srt.runtime_context import get_parallel
+
+    whole = projection_of(module)
+    if _ranks() == 1:
+        return whole
+    # once in the sum
+    bias = None if get_parallel().tp_rank else whole.bias
+    return Projection(whole.weight, bias, tensor_model_parallel_all_reduce)
 
 
 def _ranks() -> int:
@@ -224,10 +212,14 @@ def _embedding(module: Any) -> Any:
     return nn.Embedding.from_pretrained(module.weight[: module.num_embeddings])
 
 
-def _vocabulary(model: Any) -> nn.Linear:
+def _vocabulary(model: Any) -> Projection:
     """Return the output projection without the rows that pad it."""
+    from sglang.srt.distributed import tensor_model_parallel_all_gather
+
     weight, size = model.lm_head.weight, model.logits_processor.vocab_size
-    return GatheredLinear(weight, size) if _ranks() > 1 else as_linear(weight[:size])
+    if _ranks() > 1:
+        return Projection(weight, combine=tensor_model_parallel_all_gather, size=size)
+    return Projection(weight[:size])
 
 
 def _refuse(model: Any, known: tuple[str, ...], layers: Sequence[AttnConfig]) -> None:

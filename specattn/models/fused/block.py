@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Self
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from specattn.attention.bound import BoundLayers
-from specattn.kernels.fused import (
-    Rotation,
-    add_partials,
-    add_rms_norm,
-    qk_norm_rope_store_kv,
-)
-from specattn.kernels.fused.stream import stream_gated, stream_linear, streams
+from specattn.kernels.fused import Rotation, add_rms_norm, qk_norm_rope_store_kv
+from specattn.models.fused.projection import Projection, projection_of
 from specattn.models.hf import refuse_rescaling, rescaling_length
-from specattn.models.shards import is_sharded, own, shard_like, sum_over
+from specattn.models.shards import is_sharded, own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,6 +29,8 @@ _TABLE_STEP = 64
 #: Projections that are packed, under their names in a layer.
 HEADS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATES = ("mlp.gate_proj", "mlp.up_proj")
+#: Those of whose columns ranks have a part each, so that they add up products.
+SUMMED = ("self_attn.o_proj", "mlp.down_proj")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,64 +70,114 @@ class RotaryTable:
         return table
 
 
-@dataclass(frozen=True, eq=False)
+class Feed(Protocol):
+    """The feed-forward part of a layer."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Feed normed rows ``[T, H]`` forward; returns ``parts [S, T, H]``."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GatedFeed:
+    """A feed-forward part whose values are gated.
+
+    Parameters
+    ----------
+    gate_up : Projection
+        ``[2 I, H]``: gates, then the values they gate.
+    down : Projection
+        ``[H, I]``.
+    activation : callable, optional
+        Of the gates; SiLU by default.
+    """
+
+    gate_up: Projection
+    down: Projection
+    activation: Callable[[Tensor], Tensor] | None = None
+
+    @classmethod
+    def of_weights(cls, projections: Mapping[str, Projection], config: Any) -> Self:
+        """Pack a layer's weights, under the names of a transformers layer.
+
+        Its configuration has the activation.
+        """
+        return cls(
+            gate_up=Projection.stacked([projections[name] for name in GATES]),
+            down=projections["mlp.down_proj"],
+            activation=None if config.hidden_act == "silu" else ACT2FN[config.hidden_act],
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Feed ``x [T, H]`` forward; returns ``parts [S, T, H]``."""
+        if self.activation is None:
+            return self.down.parts(self.gate_up.gated(x))
+        gate, up = self.gate_up.product(x).chunk(2, dim=-1)
+        return self.down.parts(self.activation(gate) * up)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Block:
-    """The weights of a decoder layer, each ``[out, in]``."""
+    """The weights of a decoder layer.
+
+    Parameters
+    ----------
+    geometry : AttnConfig
+        Of its attention.
+    rotary : RotaryTable
+        Which layers may share.
+    head_norms : tuple of Tensor, optional
+        ``[D]`` each: the weights of the norms of query heads and of key heads.
+    eps : float
+        Of every norm.
+    input_norm, post_norm : Tensor
+        ``[H]``: the weights of the norms before attention and before the feed-forward part.
+    qkv : Projection
+        ``[(Hq + 2 Hkv) D, H]``: queries, keys and values.
+    o : Projection
+        ``[H, Hq D]``.
+    feed : Feed
+        The feed-forward part.
+    """
 
     geometry: AttnConfig
-    rotary: RotaryTable  # which layers share
-    head_norms: tuple[Tensor, Tensor] | None  # [D] each: of query heads and of key heads
-    eps: float  # of every norm
-    input_norm: Tensor  # [H], before attention
-    post_norm: Tensor  # [H], before the feed-forward part
-    qkv: Tensor  # [(Hq + 2 Hkv) D, H]: queries, keys and values
-    qkv_bias: Tensor | None  # [(Hq + 2 Hkv) D]
-    o: Tensor  # [H, Hq D], the output projection
-    gate_up: Tensor  # [2 I, H]: gates, then the values they gate
-    down: Tensor  # [H, I]
-    # What few models have: other biases, [H], [2 I] and [H], and an activation other than SiLU.
-    o_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    activation: Callable[[Tensor], Tensor] | None = None
-    # Sums products of ranks that have a part of the heads and of the feed-forward part each.
-    reduce: Callable[[Tensor], Tensor] | None = None
+    rotary: RotaryTable
+    head_norms: tuple[Tensor, Tensor] | None = None
+    eps: float
+    input_norm: Tensor
+    post_norm: Tensor
+    qkv: Projection
+    o: Projection
+    feed: Feed
 
     @classmethod
     def of_weights(
         cls,
-        weights: Mapping[str, Tensor],
+        projections: Mapping[str, Projection],
+        norms: Mapping[str, Tensor],
         rotary: RotaryTable,
         geometry: AttnConfig,
+        feed: Feed,
     ) -> Self:
         """Pack a layer's weights, under the names of a transformers layer.
 
-        The table's configuration, a transformers model's, has the activation and the epsilon.
+        The table's configuration, a transformers model's, has the epsilon.
         """
         config: Any = rotary.rotary.config
-        qkv, qkv_bias = _packed(weights, *HEADS)
-        gate_up, gate_up_bias = _packed(weights, *GATES)
-        norms = None
-        if "self_attn.q_norm.weight" in weights:
-            norms = weights["self_attn.q_norm.weight"], weights["self_attn.k_norm.weight"]
-        post_norm = weights["post_attention_layernorm.weight"]
+        post_norm = norms["post_attention_layernorm.weight"]
+        head_norms = None
+        if "self_attn.q_norm.weight" in norms:
+            head_norms = norms["self_attn.q_norm.weight"], norms["self_attn.k_norm.weight"]
         return cls(
-            geometry,
-            rotary,
-            norms,
-            config.rms_norm_eps,
+            geometry=geometry,
+            rotary=rotary,
+            head_norms=head_norms,
+            eps=config.rms_norm_eps,
             # EAGLE's first layer has none
-            weights.get("input_layernorm.weight", post_norm),
-            post_norm,
-            qkv,
-            qkv_bias,
-            weights["self_attn.o_proj.weight"],
-            gate_up,
-            weights["mlp.down_proj.weight"],
-            weights.get("self_attn.o_proj.bias"),
-            gate_up_bias,
-            weights.get("mlp.down_proj.bias"),
-            None if config.hidden_act == "silu" else ACT2FN[config.hidden_act],
+            input_norm=norms.get("input_layernorm.weight", post_norm),
+            post_norm=post_norm,
+            qkv=Projection.stacked([projections[name] for name in HEADS]),
+            o=projections["self_attn.o_proj"],
+            feed=feed,
         )
 
     @classmethod
@@ -145,39 +192,33 @@ class Block:
 
         Of a layer that the ranks of ``group`` share, these are this rank's.
         """
-        weights = {name: own(one.detach()) for name, one in layer.named_parameters()}
-        block = cls.of_weights(weights, rotary, geometry)
-        for names, packed, bias in (
-            (HEADS, block.qkv, block.qkv_bias),
-            (GATES, block.gate_up, block.gate_up_bias),
-        ):
-            parts: list[Any] = [layer.get_submodule(name) for name in names]
-            sizes = [len(weights[f"{name}.weight"]) for name in names]
-            for what, whole in (("weight", packed), ("bias", bias)):
-                if whole is not None:
-                    for part, piece in zip(parts, whole.split(sizes), strict=True):
-                        shard = shard_like(piece, part.weight)
-                        setattr(part, what, nn.Parameter(shard, requires_grad=False))
-        if group is None:
-            return block
-        # once in the sum over ranks
-        biases = (block.o_bias, block.down_bias) if group.rank() == 0 else (None, None)
-        return replace(
-            block, o_bias=biases[0], down_bias=biases[1], reduce=partial(sum_over, group)
-        )
+        modules = {name: part for name, part in layer.named_modules() if name.endswith("_proj")}
+        projections = {name: projection_of(part) for name, part in modules.items()}
+        if group is not None:
+            for name in SUMMED:
+                projections[name] = projections[name].summed(group)
+        norms = {name: own(one.detach()) for name, one in layer.named_parameters()}
+        feed = GatedFeed.of_weights(projections, rotary.rotary.config)
+        block = cls.of_weights(projections, norms, rotary, geometry, feed)
+        block.qkv.lend([modules[name] for name in HEADS])
+        feed.gate_up.lend([modules[name] for name in GATES])
+        return block
 
     @cached_property
     def rotation(self) -> Rotation:
         """The heads' bias, norms and position embedding, as the kernels take them."""
-        return Rotation(self.rotary.rows, self.head_norms, self.eps, self.qkv_bias)
+        return Rotation(self.rotary.rows, self.head_norms, self.eps, self.qkv.bias)
+
+    @cached_property
+    def _heads_alone(self) -> Projection:
+        """The projection to heads; `rotation` has its bias."""
+        return self.qkv.without_bias()
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Rotation]:
         """Return keys and values ``[S, T, 2 Hkv D]``, and their rotation."""
-        first = self.geometry.num_qo_heads * self.geometry.head_dim
-        rotation = self.rotation
-        if rotation.bias is not None:
-            rotation = replace(rotation, bias=rotation.bias[first:])
-        return project(x, self.qkv[first:]), rotation
+        keys_values = self.qkv.rows(self.geometry.num_qo_heads * self.geometry.head_dim)
+        rotation = replace(self.rotation, bias=keys_values.bias)
+        return keys_values.without_bias().parts(x), rotation
 
     def attend(
         self,
@@ -192,36 +233,15 @@ class Block:
 
         Returns the norm of the new stream, and the stream, ``[R, H]`` each.
         """
-        parts = project(x, self.qkv)
+        parts = self._heads_alone.parts(x)
         if isinstance(attend, BoundLayers):
             out = attend.packed(layer, parts, positions, self.rotation)
         else:
             out = attend(layer, *self._heads(parts, positions))
         result: tuple[Tensor, Tensor] = add_rms_norm(
-            self._summed(out.flatten(1), self.o, self.o_bias),
-            stream,
-            self.post_norm,
-            self.eps,
-            rows=rows,
+            self.o.parts(out.flatten(1)), stream, self.post_norm, self.eps, rows=rows
         )
         return result
-
-    def feed(self, x: Tensor) -> Tensor:
-        """Feed ``x [T, H]`` forward; returns ``parts [S, T, H]``."""
-        if self.activation is not None or self.gate_up_bias is not None:
-            gate, up = product(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-            gated = (self.activation or nn.functional.silu)(gate) * up
-        elif streams(x, self.gate_up, gated=True):
-            gated = stream_gated(x, self.gate_up)
-        else:
-            gated = add_partials(project(x, self.gate_up), x.dtype, gated=True)
-        return self._summed(gated, self.down, self.down_bias)
-
-    def _summed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return parts of the sum of all ranks' products."""
-        if self.reduce is None:
-            return project(x, weight, bias)
-        return self.reduce(product(x, weight, bias))[None]
 
     def _heads(self, parts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rotated heads, for an `Attend` that stores them itself."""
@@ -244,9 +264,9 @@ class FusedModel:
     embed_tokens : nn.Embedding
         ``[V, H]``, over target token ids; a head's is the target's own unless its checkpoint has
         one.
-    lm_head : nn.Linear
-        ``[V, H]``, or ``[Vd, H]`` of a head; the target's own unless the checkpoint has one. Of
-        other classes than these two, and of shards, the module itself is called.
+        Of another class, and of shards, the module itself is called.
+    lm_head : Projection
+        ``[V, H]``, or ``[Vd, H]`` of a head; the target's own unless the checkpoint has one.
     blocks : tuple of Block
         The weights of every layer.
     features : tuple of int
@@ -255,7 +275,7 @@ class FusedModel:
     """
 
     embed_tokens: nn.Embedding
-    lm_head: nn.Linear
+    lm_head: Projection
     blocks: tuple[Block, ...]
     features: tuple[int, ...] = ()
 
@@ -281,18 +301,15 @@ class FusedModel:
 
     def _embedding(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids ``[T]`` and the table of embeddings whose rows they are."""
-        if _is_plain(self.embed_tokens, nn.Embedding):
+        module = self.embed_tokens
+        if type(module) is nn.Embedding and not is_sharded(module, recurse=False):
             return input_ids, self.embed_tokens.weight
         # one that scales, or a shard
         embeds: Tensor = self.embed_tokens(input_ids)
         return torch.arange(len(embeds), device=embeds.device), embeds.to(self.dtype)
 
     def _logits(self, x: Tensor) -> Tensor:
-        x = x.to(self.lm_head.weight.dtype)
-        if _is_plain(self.lm_head, nn.Linear):
-            return product(x, self.lm_head.weight, self.lm_head.bias)
-        logits: Tensor = self.lm_head(x)
-        return logits
+        return self.lm_head.product(x.to(self.lm_head.dtype))
 
     def for_context(self, max_context_len: int) -> Self:
         """Return a model of the same weights that rotates so many positions.
@@ -305,50 +322,11 @@ class FusedModel:
         ModelError
             If its rope type rotates contexts of that length in another way.
         """
-        rotary = self.blocks[0].rotary.of_length(max_context_len)
-        if rotary is self.blocks[0].rotary:
+        given = {id(block.rotary): block.rotary for block in self.blocks}
+        tables = {key: rotary.of_length(max_context_len) for key, rotary in given.items()}
+        if tables == given:
             return self
-        return replace(self, blocks=tuple(replace(one, rotary=rotary) for one in self.blocks))
-
-
-def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by ``weight [out, in]`` in S parts of the product."""
-    if bias is None and streams(x, weight):
-        return stream_linear(x, weight)
-    return nn.functional.linear(x, weight, bias)[None]
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply ``x [T, in]`` by ``weight [out, in]``; returns ``[T, out]``."""
-    parts = project(x, weight, bias)
-    if len(parts) == 1:
-        return parts[0]
-    total: Tensor = add_partials(parts, x.dtype)
-    return total
-
-
-def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a module computes nothing but what its whole weights say."""
-    return type(module) is kind and not is_sharded(module, recurse=False)
-
-
-def as_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Return a module around a weight ``[out, in]``, which it shares."""
-    rows, columns = weight.shape
-    linear = nn.Linear(columns, rows, bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear
-
-
-def _packed(weights: Mapping[str, Tensor], *names: str) -> tuple[Tensor, Tensor | None]:
-    """Stack the weights of projections, and their biases if there are any."""
-    parts = [weights[f"{name}.weight"] for name in names]
-    found = [weights.get(f"{name}.bias") for name in names]
-    if all(bias is None for bias in found):
-        return torch.cat(parts), None
-    pairs = zip(parts, found, strict=True)
-    # a part may lack one
-    biases = [one.new_zeros(len(one)) if bias is None else bias for one, bias in pairs]
-    return torch.cat(parts), torch.cat(biases)
+        return replace(
+            self,
+            blocks=tuple(replace(one, rotary=tables[id(one.rotary)]) for one in self.blocks),
+        )

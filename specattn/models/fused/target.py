@@ -19,7 +19,8 @@ from specattn.checks import instance
 from specattn.errors import ModelError
 from specattn.kernels.fused import add_rms_norm
 from specattn.kernels.fused.stream import ready
-from specattn.models.fused.block import GATES, HEADS, Block, FusedModel, RotaryTable
+from specattn.models.fused.block import GATES, HEADS, SUMMED, Block, FusedModel, RotaryTable
+from specattn.models.fused.projection import READERS, output_projection
 from specattn.models.hf import HFTarget, LoadedTarget
 from specattn.models.shards import own, shared_axis
 from specattn.speculative.model import TargetOutput
@@ -37,10 +38,10 @@ Draft = TypeVar("Draft")
 #: Types whose layers are those of Llama, but for norms of heads and for biases.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
-# The fused path uses nothing but the weights and biases of these modules.
-_PLAIN = {"_proj": nn.Linear, "lm_head": nn.Linear, "embed_tokens": nn.Embedding}
+# The fused path uses nothing but what these classes of modules say.
+_READ = {"_proj": READERS, "lm_head": READERS, "embed_tokens": (nn.Embedding,)}
 # Of a model that ranks share, the axis along which they share the weights of a layer.
-_SHARED = {(*HEADS, *GATES): 0, ("self_attn.o_proj", "mlp.down_proj"): 1}
+_SHARED = {(*HEADS, *GATES): 0, SUMMED: 1}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,7 +102,7 @@ class FusedTarget(FusedModel, LoadedTarget):
         ready(target.device)
         return cls(
             embed_tokens=target.embed_tokens,
-            lm_head=target.lm_head,
+            lm_head=output_projection(target.lm_head),
             blocks=blocks,
             features=target.features,
             norm=own(modules.model.norm.weight),
@@ -172,9 +173,9 @@ class FusedTarget(FusedModel, LoadedTarget):
 
 def _oddity(name: str, part: nn.Module, *, sharded: bool) -> str:
     """Say what a module computes besides its product, or nothing."""
-    for suffix, plain in _PLAIN.items():
-        # A quantised or adapted layer has scales or further weights.
-        if name.endswith(suffix) and type(part) is not plain:
+    for suffix, classes in _READ.items():
+        # a quantised or adapted layer has scales or further weights
+        if name.endswith(suffix) and type(part) not in classes:
             return f"{name} is a {type(part).__name__}"
     axis = next((axis for names, axis in _SHARED.items() if name.endswith(names)), None)
     found = shared_axis(part.weight) if isinstance(part, nn.Linear) else None

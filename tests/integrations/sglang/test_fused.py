@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.sglang]
 IDS = torch.tensor([5, 17, 3, 99, 42, 8, 61, 5, 5])
 POSITIONS = torch.arange(40, 49)
 CLOSE = {torch.float32: 3e-6, torch.float16: 1e-2}
-NAMES = ("qkv", "o", "gate_up", "down", "input_norm", "post_norm")
 ODD = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -37,6 +36,11 @@ YARN["original_max_position_embeddings"] = 32
 
 def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def weights_of(block):
+    products = block.qkv, block.o, block.feed.gate_up, block.feed.down
+    return [block.input_norm, block.post_norm, *(one.weight for one in products)]
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -71,7 +75,7 @@ def test_a_target_is_sglangs_over_the_same_weights(kind, changes, dtype) -> None
         assert off(got.hidden_states, states) < CLOSE[dtype]
     kept = {parameter.data_ptr() for parameter in model.parameters()}
     ends = target.embed_tokens.weight, target.lm_head.weight, target.norm
-    blocks = (getattr(block, name) for block in target.blocks for name in NAMES)
+    blocks = (weight for block in target.blocks for weight in weights_of(block))
     assert {one.data_ptr() for one in (*ends, *blocks)} <= kept
     if dtype == torch.float32:
         table = model.model.layers[0].self_attn.rotary_emb.cos_sin_cache
@@ -98,8 +102,8 @@ def test_a_head_is_sglangs_over_the_same_weights(changes, dtype) -> None:
         assert off(got.hidden_states, wanted_states[rows]) < CLOSE[dtype]
         states = wanted_states
     kept = {parameter.data_ptr() for parameter in model.parameters()}
-    assert {getattr(head.blocks[0], name).data_ptr() for name in NAMES} <= kept
-    ends = head.embed_tokens.weight, head.lm_head.weight, head.fc
+    assert {weight.data_ptr() for weight in weights_of(head.blocks[0])} <= kept
+    ends = head.embed_tokens.weight, head.lm_head.weight, head.fc.weight
     assert {one.data_ptr() for one in ends} <= kept
 
 

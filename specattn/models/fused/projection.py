@@ -1,0 +1,200 @@
+"""Weights as objects: products, bias, and what ranks make of them.
+
+A dtype of weights is a class here, with a row in the table of each reader: `READERS` for modules
+of transformers, that of `specattn.integrations.sglang.fused` for SGLang's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from specattn.kernels.fused import add_partials
+from specattn.kernels.fused.stream import stream_gated, stream_linear, streams
+from specattn.models.shards import is_sharded, own, shard_like, sum_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A weight, and all that its product needs.
+
+    Parameters
+    ----------
+    weight : Tensor
+        ``[out, in]``.
+    bias : Tensor, optional
+        ``[out]``.
+    combine : callable, optional
+        Of weights that ranks share: makes the result ``[T, out]`` of every rank's product. It adds
+        up products of columns, or puts those of rows side by side.
+    size : int, optional
+        The columns of the result, where they are not the weight's rows: padding comes last.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    combine: Callable[[Tensor], Tensor] | None = None
+    size: int | None = None
+
+    @property
+    def in_features(self) -> int:
+        """The width of what is multiplied."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """The width of the result."""
+        return len(self.weight) if self.size is None else self.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of what is multiplied."""
+        return self.weight.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that a product reads of it."""
+        return self.weight.nbytes
+
+    def parts(self, x: Tensor) -> Tensor:
+        """Multiply ``x [T, in]``; returns ``[S, T, out]``, which add up."""
+        if self.combine is not None or self.size is not None:
+            return self.product(x)[None]
+        return self._parts(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Multiply ``x [T, in]``; returns ``[T, out]``."""
+        parts = self._parts(x)
+        total: Tensor = parts[0] if len(parts) == 1 else add_partials(parts, x.dtype)
+        if self.combine is not None:
+            total = self.combine(total)
+        return total if self.size is None else total[:, : self.size]
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Return ``silu(x gate) * (x up)``, ``[T, out / 2]``.
+
+        The gates are the first rows.
+        """
+        if self.bias is not None:
+            gate, up = self.product(x).chunk(2, dim=-1)
+            return silu(gate) * up
+        if streams(x, self.weight, gated=True):
+            return stream_gated(x, self.weight)
+        total: Tensor = add_partials(self._parts(x), x.dtype, gated=True)
+        return total
+
+    def _parts(self, x: Tensor) -> Tensor:
+        if self.bias is None and streams(x, self.weight):
+            return stream_linear(x, self.weight)
+        return linear(x, self.weight, self.bias)[None]
+
+    def rows(self, first: int, end: int | None = None) -> Self:
+        """Return the projection to the columns ``[first, end)`` of the result."""
+        bias = None if self.bias is None else self.bias[first:end]
+        return replace(self, weight=self.weight[first:end], bias=bias)
+
+    def summed(self, group: ProcessGroup) -> Self:
+        """Return the projection of ranks that share its columns."""
+        # once in the sum
+        bias = self.bias if group.rank() == 0 else None
+        return replace(self, bias=bias, combine=partial(sum_over, group))
+
+    def without_bias(self) -> Self:
+        """Return the projection of the weight alone."""
+        return replace(self, bias=None)
+
+    @classmethod
+    def stacked(cls, parts: Sequence[Self]) -> Self:
+        """Pack projections of one input, the first one's rows first."""
+        weight = torch.cat([part.weight for part in parts])
+        if all(part.bias is None for part in parts):
+            return cls(weight)
+        # a part may lack one
+        return cls(weight, torch.cat([_bias(part) for part in parts]))
+
+    def lend(self, modules: Sequence[Any]) -> None:
+        """Make the weights of modules, packed in this order, its views."""
+        first = 0
+        for module in modules:
+            end = first + len(own(module.weight))
+            piece = self.rows(first, end)
+            for name, view in (("weight", piece.weight), ("bias", piece.bias)):
+                if view is not None:
+                    shard = shard_like(view, module.weight)
+                    setattr(module, name, nn.Parameter(shard, requires_grad=False))
+            first = end
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleProjection(Projection):
+    """A product that a module of its host computes.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Called with ``[T, in]``; the other parts are those of `Projection`, of this module.
+    first : int
+        The first column that is wanted of its result.
+    """
+
+    module: Any = None
+    first: int = 0
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        """Return the product of a module with a ``weight [out, in]``."""
+        return cls(module.weight, size=module.out_features, module=module)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Call the module."""
+        result: Tensor = self.module(x)
+        return result[:, self.first : self.first + self.out_features]
+
+    def rows(self, first: int, end: int | None = None) -> Self:
+        """Return the same module, of whose result fewer columns are wanted."""
+        size = (self.out_features if end is None else end) - first
+        return replace(self, first=self.first + first, size=size)
+
+
+#: How modules of transformers are read, by class.
+READERS: Mapping[type[nn.Module], Callable[[Any], Projection]] = {
+    nn.Linear: lambda module: Projection(own(module.weight), _own_bias(module)),
+}
+
+
+def projection_of(module: nn.Module) -> Projection:
+    """Return what this rank holds of a module's weight.
+
+    The module's class is one of `READERS`.
+    """
+    return READERS[type(module)](module)
+
+
+def output_projection(module: Any) -> Projection:
+    """Return the projection to logits.
+
+    Of another class, and of shards, the module itself is called.
+    """
+    if isinstance(module, Projection):
+        return module
+    if type(module) in READERS and not is_sharded(module, recurse=False):
+        return projection_of(module)
+    return ModuleProjection.of(module)
+
+
+def _own_bias(module: Any) -> Tensor | None:
+    return None if module.bias is None else own(module.bias)
+
+
+def _bias(part: Projection) -> Tensor:
+    return part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias
