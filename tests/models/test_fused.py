@@ -39,7 +39,16 @@ ROPES = {
     "qwen2": {"rope_type": "default", "rope_theta": 1e6},
     "qwen3": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
     "mistral": {"rope_type": "default", "rope_theta": 10000.0},
+    "qwen3_moe": {"rope_type": "default", "rope_theta": 1e6},
+    "mixtral": {"rope_type": "default", "rope_theta": 1e6},
+    # layers of two kinds, each with a base of its own
+    "gemma3_text": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
 }
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+GEMMA3 = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 # these rotate a whole batch by its longest position, once that is beyond a length
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 LONGROPE = {
@@ -80,6 +89,10 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
         ("qwen2", {}),
         ("qwen2", ODD | {"tie_word_embeddings": True}),
         ("qwen3", {"tie_word_embeddings": True}),
+        # of two layers, one without experts
+        ("qwen3_moe", EXPERTS | {"mlp_only_layers": [1], "moe_intermediate_size": 40}),
+        ("mixtral", EXPERTS),
+        ("gemma3_text", GEMMA3 | {"query_pre_attn_scalar": 50}),
     ],
 )
 def test_same_numbers_as_transformers_in_float64(tiny, dense, kind, changes) -> None:
@@ -100,6 +113,9 @@ def test_same_numbers_as_transformers_in_float64(tiny, dense, kind, changes) -> 
     )
 
     model.double().set_attn_implementation("eager")
+    if "num_experts_per_tok" in changes:
+        # the others know no float64
+        model.set_experts_implementation("eager")
     with torch.no_grad():
         want = model(
             input_ids=ids[None],
@@ -160,12 +176,31 @@ def test_positions_past_the_models_longest_are_rotated_as_transformers_does(tiny
     assert off(got, want) < 3e-6
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_speculation_generates_the_same(tiny, tmp_path, kind) -> None:
-    target = HFTarget.from_model(tiny(kind, num_hidden_layers=4))
+@pytest.mark.parametrize("steps", [(3, 3, 9), (3, 1, 4)], ids=["tree", "chain"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {}),
+        ("qwen3", {}),
+        ("qwen3_moe", EXPERTS | {"mlp_only_layers": [1], "moe_intermediate_size": 40}),
+        ("mixtral", EXPERTS),
+        ("gemma3_text", {"sliding_window": 6}),
+    ],
+)
+def test_speculation_generates_the_same(tiny, tmp_path, kind, changes, steps) -> None:
+    """As transformers alone does, greedily, and as the target unfused."""
+    model = tiny(kind, num_hidden_layers=4, **changes)
+    with torch.no_grad():
+        alone = [
+            model.generate(
+                torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False
+            )[0, len(prompt) :].tolist()
+            for prompt in PROMPTS
+        ]
+    target = HFTarget.from_model(model)
     head = load_draft(write(tmp_path, eagle3_tensors(), draft_vocab_size=VD), target)
-    config = SpecConfig(num_steps=3, topk=3, num_draft_tokens=9, max_context_len=64, max_num_reqs=4)
-    texts = []
+    config = SpecConfig(*steps, max_context_len=64, max_num_reqs=4)
+    texts = [alone]
     fused = FusedTarget.from_target(target)
     # a head is loaded for either
     again = load_draft(tmp_path, fused)
@@ -173,9 +208,9 @@ def test_speculation_generates_the_same(tiny, tmp_path, kind) -> None:
         engine = Engine(
             of.with_features(head.features), draft, config, backend="torch_native", graphs=False
         )
-        requests = [Request(p, max_new_tokens=12, ignore_eos=True) for p in PROMPTS]
+        requests = [Request(p, 12, min_new_tokens=12) for p in PROMPTS]
         texts.append([result.tokens for result in engine.generate(requests)])
-    assert texts[0] == texts[1] == texts[2]
+    assert texts == [alone] * 4
 
 
 def test_what_the_kernels_do_not_compute_is_refused(tiny) -> None:
@@ -221,7 +256,12 @@ def test_a_head_scales_as_the_embedding_that_it_shares(tiny, dense, tmp_path) ->
 
 @pytest.mark.parametrize(
     ("kind", "target_is"),
-    [("llama", FusedTarget), ("qwen2", FusedTarget), ("gemma3_text", HFTarget)],
+    [
+        ("llama", FusedTarget),
+        ("qwen2", FusedTarget),
+        ("gemma3_text", FusedTarget),
+        ("gemma2", HFTarget),
+    ],
 )
 def test_what_can_be_fused_is(tiny, tmp_path, caplog, kind, target_is) -> None:
     caplog.set_level("INFO")
@@ -245,10 +285,14 @@ def test_a_model_in_memory_has_no_tokenizer(tiny) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norms", [[], SPECULATORS_NORMS[-1]], ids=["", "norms"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe"])
 def test_on_the_gpu(tiny, tmp_path, kind, norms) -> None:
     """Streamed products and programmatic launches, eager and recorded, against float64."""
-    model = tiny(kind, num_hidden_layers=4, head_dim=64).to("cuda", torch.bfloat16)
+    experts = EXPERTS if kind == "qwen3_moe" else {}
+    model = tiny(kind, num_hidden_layers=4, head_dim=64, **experts).to("cuda", torch.bfloat16)
+    if experts:
+        # they read nothing on the host
+        model.set_experts_implementation("batched_mm")
     source = HFTarget.from_model(model)
     head = load_draft(with_norms(tmp_path, norms), source)
     target, draft = fuse(source.with_features(head.features), head)
@@ -261,6 +305,8 @@ def test_on_the_gpu(tiny, tmp_path, kind, norms) -> None:
     assert texts[0] == texts[1]
     exact = model.double()
     exact.set_attn_implementation("eager")
+    if experts:
+        exact.set_experts_implementation("eager")
     for prompt, tokens in zip(PROMPTS, texts[0], strict=True):
         ids = torch.tensor([prompt + tokens], device="cuda")
         with torch.no_grad():

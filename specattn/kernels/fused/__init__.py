@@ -59,6 +59,8 @@ def add_rms_norm(
     rows: Tensor | None = None,
     residual_out: Tensor | None = None,
     out: Tensor | None = None,
+    added_weight: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add a product to the residual stream, and norm the sum.
 
@@ -76,8 +78,11 @@ def add_rms_norm(
     rows : Tensor, optional
         ``[R]`` int64, the rows to compute; all T of them if None.
     residual_out, out : Tensor, optional
-        ``[R, H]``, where to write; if None, new tensors of the dtype of ``residual``, or of
-        ``weight`` without one.
+        ``[R, H]``, where to write; if None, new tensors.
+    added_weight : Tensor, optional
+        ``[H]``: if given, the product is normed by this weight before it is added (Gemma 3).
+    dtype : torch.dtype, optional
+        Of new tensors; if None, that of ``residual``, or of ``weight`` without one.
 
     Returns
     -------
@@ -87,15 +92,16 @@ def add_rms_norm(
     (split, count, size), like = partials.shape, weight if residual is None else residual
     count = count if rows is None else len(rows)
     if residual_out is None:
-        residual_out = like.new_empty(count, size)
+        residual_out = like.new_empty(count, size, dtype=dtype)
     if out is None:
-        out = like.new_empty(count, size)
+        out = like.new_empty(count, size, dtype=dtype)
     if on_triton(weight):
         if count:
             launch.add_norm_kernel[(count,)](
                 partials,
                 residual,
                 weight,
+                added_weight,
                 rows,
                 residual_out,
                 out,
@@ -112,6 +118,8 @@ def add_rms_norm(
     if rows is not None:
         partials, residual = partials[:, rows], None if residual is None else residual[rows]
     total = partials.float().sum(0)
+    if added_weight is not None:
+        total = _norm(total, added_weight, eps)
     residual_out.copy_(total if residual is None else total + residual.float())
     out.copy_(_norm(residual_out, weight, eps))
     return out, residual_out

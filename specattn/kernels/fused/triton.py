@@ -34,6 +34,7 @@ def add_norm_kernel(
     partials,  # [SPLIT, T, SIZE]
     residual,  # [T, SIZE], or None: nothing
     weight,  # [SIZE]
+    added_weight,  # [SIZE], or None: the product is added as it is
     rows,  # [R] int64, or None for all
     residual_out,  # [R, SIZE], out
     out,  # [R, SIZE], out
@@ -53,11 +54,15 @@ def add_norm_kernel(
     column = tl.arange(0, BLOCK)  # [BLOCK]
     ok = column < SIZE
     scale = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
+    if added_weight is not None:
+        added_scale = tl.load(added_weight + column, mask=ok, other=0.0).to(tl.float32)
     enter(PDL)
     row = to
     if rows is not None:
         row = tl.load(rows + to)
     x = sum_partials(partials, row * stride_row + column, ok, stride_partial, SPLIT)
+    if added_weight is not None:
+        x = _norm(x, added_scale, eps, SIZE)
     if residual is not None:
         x += tl.load(residual + row * stride_residual + column, mask=ok, other=0.0).to(tl.float32)
     # the norm is of what the stream holds, as rounded

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from specattn.attention.bound import BoundLayers
 from specattn.kernels.fused import Rotation, add_rms_norm, qk_norm_rope_store_kv
+from specattn.models.fused.family import LLAMA, Family, activation_of
 from specattn.models.fused.projection import Projection, projection_of
 from specattn.models.hf import refuse_rescaling, rescaling_length
 from specattn.models.shards import is_sharded, own
@@ -41,14 +41,15 @@ class RotaryTable:
     length: int
     argument: str = "target"  # whose rotations these are
     still: int = 0  # pairs of dimensions that are not rotated, behind the others
+    layer_type: str = ""  # if the module has tables by type of layer
 
     @cached_property
     def rows(self) -> Tensor:
         """``[L, D]`` float32, see `Rotation`; computed on first use, outside any capture."""
-        buffer = next(self.rotary.buffers())
+        buffer, kind = next(self.rotary.buffers()), (self.layer_type,) * bool(self.layer_type)
         positions = torch.arange(self.length, device=buffer.device)[None]
         with torch.no_grad():
-            cosine, sine = self.rotary(buffer.new_empty(1, dtype=torch.float32), positions)
+            cosine, sine = self.rotary(buffer.new_empty(1, dtype=torch.float32), positions, *kind)
         half = cosine.shape[-1] // 2  # [1, L, D]
         still = cosine.new_zeros(self.length, self.still)
         return torch.cat([cosine[0, :, :half], still + 1, sine[0, :, :half], still], dim=-1)
@@ -104,7 +105,7 @@ class GatedFeed:
         return cls(
             gate_up=Projection.stacked([projections[name] for name in GATES]),
             down=projections["mlp.down_proj"],
-            activation=None if config.hidden_act == "silu" else ACT2FN[config.hidden_act],
+            activation=activation_of(config),
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -113,6 +114,18 @@ class GatedFeed:
             return self.down.parts(self.gate_up.gated(x))
         gate, up = self.gate_up.product(x).chunk(2, dim=-1)
         return self.down.parts(self.activation(gate) * up)
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleFeed:
+    """A feed-forward part that the host's module computes, such as experts."""
+
+    module: nn.Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Feed ``x [T, H]`` forward; returns ``parts [1, T, H]``."""
+        found: Tensor = self.module(x[None])
+        return found
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -131,6 +144,9 @@ class Block:
         Of every norm.
     input_norm, post_norm : Tensor
         ``[H]``: the weights of the norms before attention and before the feed-forward part.
+    added_norms : tuple of Tensor, optional
+        ``[H]`` each: the weights of the norms of what attention and the feed-forward part add to
+        the stream.
     qkv : Projection
         ``[(Hq + 2 Hkv) D, H]``: queries, keys and values.
     o : Projection
@@ -148,6 +164,7 @@ class Block:
     qkv: Projection
     o: Projection
     feed: Feed
+    added_norms: tuple[Tensor | None, Tensor | None] = (None, None)
 
     @classmethod
     def of_weights(
@@ -157,27 +174,38 @@ class Block:
         rotary: RotaryTable,
         geometry: AttnConfig,
         feed: Feed,
+        family: Family = LLAMA,
     ) -> Self:
         """Pack a layer's weights, under the names of a transformers layer.
 
         The table's configuration, a transformers model's, has the epsilon.
         """
         config: Any = rotary.rotary.config
-        post_norm = norms["post_attention_layernorm.weight"]
+        norms = {
+            name.removesuffix(".weight"): family.norm(weight)
+            for name, weight in norms.items()
+            if name.endswith("norm.weight")
+        }
+        post_norm = norms["post_attention_layernorm"]
+        added: tuple[Tensor | None, Tensor | None] = (None, None)
+        if family.norms == "sandwich":
+            added = post_norm, norms["post_feedforward_layernorm"]
+            post_norm = norms["pre_feedforward_layernorm"]
         head_norms = None
-        if "self_attn.q_norm.weight" in norms:
-            head_norms = norms["self_attn.q_norm.weight"], norms["self_attn.k_norm.weight"]
+        if "self_attn.q_norm" in norms:
+            head_norms = norms["self_attn.q_norm"], norms["self_attn.k_norm"]
         return cls(
             geometry=geometry,
             rotary=rotary,
             head_norms=head_norms,
             eps=config.rms_norm_eps,
             # EAGLE's first layer has none
-            input_norm=norms.get("input_layernorm.weight", post_norm),
+            input_norm=norms.get("input_layernorm", post_norm),
             post_norm=post_norm,
             qkv=Projection.stacked([projections[name] for name in HEADS]),
             o=projections["self_attn.o_proj"],
             feed=feed,
+            added_norms=added,
         )
 
     @classmethod
@@ -186,22 +214,25 @@ class Block:
         layer: nn.Module,
         rotary: RotaryTable,
         geometry: AttnConfig,
+        family: Family = LLAMA,
         group: ProcessGroup | None = None,
     ) -> Self:
         """Pack a transformers layer's weights, which become views of that.
 
         Of a layer that the ranks of ``group`` share, these are this rank's.
         """
-        modules = {name: part for name, part in layer.named_modules() if name.endswith("_proj")}
+        modules = projections_of(layer)
         projections = {name: projection_of(part) for name, part in modules.items()}
         if group is not None:
-            for name in SUMMED:
+            for name in projections.keys() & set(SUMMED):
                 projections[name] = projections[name].summed(group)
         norms = {name: own(one.detach()) for name, one in layer.named_parameters()}
-        feed = GatedFeed.of_weights(projections, rotary.rotary.config)
-        block = cls.of_weights(projections, norms, rotary, geometry, feed)
+        feed: GatedFeed | ModuleFeed = ModuleFeed(layer.get_submodule("mlp"))
+        if GATES[0] in modules:
+            feed = GatedFeed.of_weights(projections, rotary.rotary.config)
+            feed.gate_up.lend([modules[name] for name in GATES])
+        block = cls.of_weights(projections, norms, rotary, geometry, feed, family)
         block.qkv.lend([modules[name] for name in HEADS])
-        feed.gate_up.lend([modules[name] for name in GATES])
         return block
 
     @cached_property
@@ -239,7 +270,12 @@ class Block:
         else:
             out = attend(layer, *self._heads(parts, positions))
         result: tuple[Tensor, Tensor] = add_rms_norm(
-            self.o.parts(out.flatten(1)), stream, self.post_norm, self.eps, rows=rows
+            self.o.parts(out.flatten(1)),
+            stream,
+            self.post_norm,
+            self.eps,
+            rows=rows,
+            added_weight=self.added_norms[0],
         )
         return result
 
@@ -253,6 +289,12 @@ class Block:
         turn = self.rotation
         qk_norm_rope_store_kv(parts, positions, turn, q, k, v, None)
         return q, k, v
+
+
+def projections_of(layer: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules whose weights are read, by name."""
+    names = (*HEADS, *GATES, *SUMMED)
+    return {name: part for name, part in layer.named_modules() if name in names}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

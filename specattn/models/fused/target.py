@@ -1,4 +1,4 @@
-"""Targets of the Llama family with everything between the matrix products fused.
+"""Targets with everything between the matrix products fused.
 
 The arithmetic is transformers'. Sums, norms and rotations are in float32 where transformers rounds
 in between, so that the two differ by roundings in float16 and bfloat16.
@@ -19,7 +19,16 @@ from specattn.checks import instance
 from specattn.errors import ModelError
 from specattn.kernels.fused import add_rms_norm
 from specattn.kernels.fused.stream import ready
-from specattn.models.fused.block import GATES, HEADS, SUMMED, Block, FusedModel, RotaryTable
+from specattn.models.fused.block import (
+    GATES,
+    HEADS,
+    SUMMED,
+    Block,
+    FusedModel,
+    RotaryTable,
+    projections_of,
+)
+from specattn.models.fused.family import FAMILIES
 from specattn.models.fused.projection import READERS, output_projection
 from specattn.models.hf import HFTarget, LoadedTarget
 from specattn.models.shards import own, shared_axis
@@ -27,6 +36,8 @@ from specattn.speculative.model import TargetOutput
 from specattn.speculative.standalone import LMDraft
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.distributed import ProcessGroup
 
     from specattn.speculative.model import Attend
@@ -35,11 +46,6 @@ log = logging.getLogger(__name__)
 
 Draft = TypeVar("Draft")
 
-#: Types whose layers are those of Llama, but for norms of heads and for biases.
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-
-# The fused path uses nothing but what these classes of modules say.
-_READ = {"_proj": READERS, "lm_head": READERS, "embed_tokens": (nn.Embedding,)}
 # Of a model that ranks share, the axis along which they share the weights of a layer.
 _SHARED = {(*HEADS, *GATES): 0, SUMMED: 1}
 
@@ -48,7 +54,7 @@ _SHARED = {(*HEADS, *GATES): 0, SUMMED: 1}
 class FusedTarget(FusedModel, LoadedTarget):
     """A target of few kernel launches, which goes wherever an `HFTarget` goes.
 
-    `from_target` makes one of a loaded model of the types in `MODEL_TYPES`.
+    `from_target` makes one of a loaded model of the types in `FAMILIES`.
 
     Parameters
     ----------
@@ -82,22 +88,16 @@ class FusedTarget(FusedModel, LoadedTarget):
         ModelError
             If the fused path does not compute this model.
         """
-        modules, kind = target.module, target.config.model_type
-        group = target.process_group
-        odd = (
-            why
-            for name, part in modules.named_modules()
-            if (why := _oddity(name, part, sharded=group is not None))
-        )
-        reasons = [*islice(odd, 1)]
-        if kind not in MODEL_TYPES:
-            reasons.insert(0, f"model type {kind!r} is not one of {', '.join(MODEL_TYPES)}")
+        modules, group = target.module, target.process_group
+        reasons = [*islice(_reasons(target), 2)]
         if reasons:
             raise ModelError("target", f"unsupported by the fused path: {'; '.join(reasons)}")
-        rotary = RotaryTable(modules.model.rotary_emb, target.max_context_len)
+        family = FAMILIES[target.config.model_type]
         blocks = tuple(
-            Block.of_layer(layer, rotary, geometry, group)
-            for layer, geometry in zip(modules.model.layers, target.layers, strict=True)
+            Block.of_layer(layer, rotary, geometry, family, group)
+            for layer, rotary, geometry in zip(
+                modules.model.layers, _rotations(target), target.layers, strict=True
+            )
         )
         ready(target.device)
         return cls(
@@ -105,7 +105,7 @@ class FusedTarget(FusedModel, LoadedTarget):
             lm_head=output_projection(target.lm_head),
             blocks=blocks,
             features=target.features,
-            norm=own(modules.model.norm.weight),
+            norm=family.norm(own(modules.model.norm.weight)),
             max_context_len=target.max_context_len,
             eos_token_ids=target.eos_token_ids,
             process_group=group,
@@ -133,6 +133,7 @@ class FusedTarget(FusedModel, LoadedTarget):
             eps,
             rows=ids,
             residual_out=views.get(0),
+            dtype=self.dtype,
         )
         for layer, block in enumerate(blocks[:-1]):
             x, stream = block.attend(x, stream, layer, positions, attend)
@@ -142,6 +143,7 @@ class FusedTarget(FusedModel, LoadedTarget):
                 blocks[layer + 1].input_norm,
                 eps,
                 residual_out=views.get(layer + 1),
+                added_weight=block.added_norms[1],
             )
         last = len(blocks) - 1
         x, stream = blocks[last].attend(x, stream, last, positions, attend)
@@ -154,6 +156,7 @@ class FusedTarget(FusedModel, LoadedTarget):
             eps,
             rows=None if whole else rows,
             out=views.get(last + 1),
+            added_weight=blocks[last].added_norms[1],
         )
         if whole and rows is not None:
             x = x[rows]
@@ -167,21 +170,46 @@ class FusedTarget(FusedModel, LoadedTarget):
         if not wanted:
             return None, {}
         size = self.hidden_size
-        states = self.norm.new_empty(count, len(wanted) * size)
+        states = self.norm.new_empty(count, len(wanted) * size, dtype=self.dtype)
         return states, dict(zip(wanted, states.split(size, dim=1), strict=True))
 
 
-def _oddity(name: str, part: nn.Module, *, sharded: bool) -> str:
-    """Say what a module computes besides its product, or nothing."""
-    for suffix, classes in _READ.items():
-        # a quantised or adapted layer has scales or further weights
-        if name.endswith(suffix) and type(part) not in classes:
-            return f"{name} is a {type(part).__name__}"
+def _rotations(target: HFTarget) -> list[RotaryTable]:
+    """Return every layer's rotations; layers of one type share a table."""
+    rotary, length = target.module.model.rotary_emb, target.max_context_len
+    ropes = getattr(target.config, "rope_parameters", None) or {}
+    types = getattr(target.config, "layer_types", None) or [""] * len(target.layers)
+    kinds = [kind if isinstance(ropes.get(kind), dict) else "" for kind in types]
+    tables = {kind: RotaryTable(rotary, length, layer_type=kind) for kind in kinds}
+    return [tables[kind] for kind in kinds]
+
+
+def _reasons(target: HFTarget) -> Iterator[str]:
+    """Say what the fused path does not compute of a model."""
+    kind, config, sharded = target.config.model_type, target.config, bool(target.process_group)
+    if kind not in FAMILIES:
+        yield f"model type {kind!r} is not one of {', '.join(FAMILIES)}"
+        return
+    if getattr(config, "final_logit_softcapping", None):
+        yield "logits are capped (final_logit_softcapping)"
+    for at, layer in enumerate(target.module.model.layers):
+        read = projections_of(layer)
+        for name, part in read.items():
+            yield from _odd(f"model.layers.{at}.{name}", part, sharded=sharded)
+        if not read.keys() >= set(GATES) and not (FAMILIES[kind].experts and not sharded):
+            yield f"model.layers.{at}.mlp is a {type(layer.mlp).__name__}"
+    yield from _odd("lm_head", target.lm_head, sharded=sharded)
+
+
+def _odd(name: str, part: nn.Module, *, sharded: bool) -> Iterator[str]:
+    """Say what a module computes besides its product, if anything."""
+    # a quantised or adapted layer has scales or further weights
+    if type(part) not in READERS:
+        yield f"{name} is a {type(part).__name__}"
     axis = next((axis for names, axis in _SHARED.items() if name.endswith(names)), None)
     found = shared_axis(part.weight) if isinstance(part, nn.Linear) else None
     if axis is not None and found != (axis if sharded else None):
-        return f"{name} is shared by ranks along axis {found}, not {axis}"
-    return ""
+        yield f"{name} is shared by ranks along axis {found}, not {axis}"
 
 
 def fuse(

@@ -60,6 +60,16 @@ def test_adding_to_the_stream_and_norming_it(implementation, dtype, split, size)
         check(total, (partials.double().sum(0) + stream.double())[chosen])
         check(normed, norm(total, weight))
     assert wide[:, size : 2 * size].isnan().all()
+    # the product has a norm of its own, of float32 weights, and results have their own dtype
+    added = random(size, dtype=torch.float32)
+    for stream_or_none in (stream, None):
+        normed, total = add_rms_norm(
+            partials, stream_or_none, added, EPS, added_weight=weight, dtype=dtype
+        )
+        assert normed.dtype == total.dtype == dtype
+        want = norm(partials.double().sum(0), weight)
+        check(total, want if stream_or_none is None else want + stream.double())
+        check(normed, norm(total, added))
 
 
 def test_embeddings_and_their_norms(implementation, dtype) -> None:
