@@ -1,4 +1,4 @@
-"""Steps launch what was compiled for those of other batch sizes, but for their plans."""
+"""Steps launch what was compiled for those of other batch sizes."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], set[tuple[Any, 
     return of
 
 
-def test_further_batch_sizes_compile_but_their_plans(
+def test_further_batch_sizes_compile_nothing(
     captured: Callable[[int], set[tuple[Any, ...]]],
 ) -> None:
     """A server captures dozens of sizes before it serves, and at first nothing is compiled."""
-    # attention merges its parts by tiles of their own for 1, 2, and 3 or 4 requests
-    known = set().union(*map(captured, (1, 2, 4, 64)))
+    # attention merges its parts by tiles of their own for 1, 2, and 3 or 4 requests; plans go
+    # through blocks of 16, 32 and 64
+    known = set().union(*map(captured, (1, 2, 4, 16, 32, 64)))
     assert len({name for name, *_ in known}) > 20
-    for batch in (3, 8, 12, 16, 24, 32, 48):
-        new = {name for name, *_ in captured(batch) - known}
-        assert new <= {"_plan_kernel"}, batch
+    for batch in (3, 8, 12, 24, 40, 48):
+        assert captured(batch) <= known, batch

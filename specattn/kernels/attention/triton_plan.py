@@ -85,7 +85,7 @@ def align_splits(num_splits, total, longest, batch, most):
     return tl.where(fits, aligned, num_splits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _plan_kernel(
     # a tuple each, an entry per plan (see `pick`), and so are the constants of a plan
     seq_lens,  # [B] int32; CSR: kv_indptr [B + 1]
@@ -98,7 +98,7 @@ def _plan_kernel(
     members,  # [B] int32, out
     shares,  # [ENTRIES, 2] int32, out
     row_stride,
-    B: tl.constexpr,
+    batch,  # no tuple if it is one for all, so that none is compiled for its value
     TAIL: tl.constexpr,
     WINDOW: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -111,7 +111,7 @@ def _plan_kernel(
     ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     # for all plans: whether they have partial tiles, or share prefixes; the largest B, entries
-    # included, in whole blocks if in several; products in 64 bits
+    # included, in whole blocks unless it is 1; products in 64 bits; several batch sizes
     FIXED: tl.constexpr,
     SHARED: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -119,6 +119,7 @@ def _plan_kernel(
     B_MOST: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
+    MIXED: tl.constexpr,
 ):
     nth = tl.program_id(0)
     seq_lens = pick(seq_lens, nth)
@@ -127,7 +128,8 @@ def _plan_kernel(
     splits = pick(splits, nth)
     merges = pick(merges, nth)
     row_stride = pick(row_stride, nth)
-    batch = pick(B, nth)
+    if MIXED:
+        batch = pick(batch, nth)
     tail = pick(TAIL, nth)
     window = pick(WINDOW, nth)
     shift = pick(SHIFT, nth)
@@ -434,10 +436,11 @@ def _match(requests: list[PlanRequest]) -> list[Tensor]:
         _tensors([r.table for r in distinct if r.table is not None]),
         tuple(found.values()),
         _numbers([r.row_stride for r in distinct]),
-        B=_numbers(batches),
+        _batch(batches),
         LEAST=_numbers([r.plan.sharing.least for r in distinct if r.plan.sharing]),
         B_BLOCK=triton.next_power_of_2(max(batches)),
         KEYS=COMPARED,
+        MIXED=len(set(batches)) > 1,
         num_warps=8,
     )
     return [found[request.prefixes] for request in requests]
@@ -461,7 +464,7 @@ def _launch(requests: list[PlanRequest]) -> None:
         _tensors([p.members for p in plans]) if shared else None,
         _tensors([p.shares for p in plans]) if shared else None,
         _numbers([r.row_stride for r in requests]),
-        B=_numbers(batches),
+        _batch(batches),
         TAIL=_numbers([p.tail_len for p in plans]),
         WINDOW=_numbers([p.window_left for p in plans]),
         SHIFT=_numbers([p.block_n.bit_length() - 1 for p in plans]),
@@ -477,9 +480,10 @@ def _launch(requests: list[PlanRequest]) -> None:
         SHARED=shared,
         GROUPS=MOST_GROUPS,
         B_BLOCK=block,
-        B_MOST=most if most <= block else triton.cdiv(most, block) * block,
+        B_MOST=1 if most == 1 else triton.cdiv(most, block) * block,
         SPLITS_BLOCK=max(triton.next_power_of_2(max(max_splits)), 16),
         WIDE=any(r.wide for r in requests),
+        MIXED=len(set(batches)) > 1,
         num_warps=4 if block <= 32 else 8,
     )
 
@@ -487,6 +491,11 @@ def _launch(requests: list[PlanRequest]) -> None:
 def _numbers(values: list[int]) -> tuple[int, ...]:
     """Return what `pick` takes: just one of equal values."""
     return tuple(values[:1] if len(set(values)) == 1 else values)
+
+
+def _batch(sizes: list[int]) -> int | tuple[int, ...]:
+    """Return batch sizes, or the one that all plans have."""
+    return sizes[0] if len(set(sizes)) == 1 else tuple(sizes)
 
 
 def _tensors(values: list[Tensor]) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ def pick(values, nth):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def match_kernel(
     # a tuple each, an entry per batch (see `pick`)
     seq_lens,  # [B] int32
@@ -33,11 +33,12 @@ def match_kernel(
     table,  # [rows, C] int32
     matches,  # [B, 2] int32, out: whom a request is grouped with, keys that they share
     row_stride,
-    B: tl.constexpr,
+    batch,  # no tuple if it is one for all
     LEAST: tl.constexpr,
-    # for all: requests, and keys that are compared at a time
+    # for all: requests, keys that are compared at a time, and several batch sizes
     B_BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
+    MIXED: tl.constexpr,
 ):
     """Find with whom a request shares most, and how many keys.
 
@@ -53,7 +54,8 @@ def match_kernel(
     table = pick(table, nth)
     matches = pick(matches, nth)
     row_stride = pick(row_stride, nth)
-    batch = pick(B, nth)
+    if MIXED:
+        batch = pick(batch, nth)
     least = pick(LEAST, nth)
     if req < batch:
         length = tl.load(seq_lens + req)
