@@ -38,7 +38,6 @@ class Recorder:
     def __init__(self) -> None:
         self._pool: Any = None
         self._anchor: torch.cuda.CUDAGraph | None = None
-        self._warm = False
 
     def record(self, step: Callable[[], T]) -> Recording[T]:
         """Run ``step`` (the first one twice) and record it.
@@ -51,7 +50,10 @@ class Recorder:
         Exception
             Whatever failed first, in ``step`` or in CUDA.
         """
-        self._warm_up(step)
+        self.warm_up(step)
+        if self._pool is None:
+            # the first time a library may choose anew on its second call
+            self.warm_up(step)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
             if self._pool is None:
@@ -80,23 +82,19 @@ class Recorder:
         with _recording(self._anchor, self._pool):
             number.zero_()
 
-    def _warm_up(self, step: Callable[[], Any]) -> None:
+    def warm_up(self, step: Callable[[], Any]) -> None:
         """Compile kernels and create library handles outside the recording.
 
         On the stream that is recorded, which gives products there a workspace that belongs to no
-        graph's pool. Once is enough for kernels; the first time a library may choose anew on its
-        second call.
+        graph's pool.
         """
         stream, current = _work_stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
                 step()
-                if not self._warm:
-                    step()
         finally:
             current.wait_stream(stream)
-        self._warm = True
 
 
 def instantiate(graph: torch.cuda.CUDAGraph) -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Hashable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -24,13 +25,16 @@ from specattn.autocast import without_autocast
 from specattn.checks import listed, whole_numbers
 from specattn.cuda_graph.recorder import Recorder
 from specattn.errors import CapacityError, CaptureError, CaptureMismatch, NotCapturedError
-from specattn.kernels import check_current
+from specattn.kernels import TritonModule, check_current, uses_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from specattn.buffers import Fingerprint
+    from specattn.kernels import ahead
+else:
+    ahead = TritonModule("specattn.kernels.ahead")
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +214,7 @@ class GraphRunner(Generic[Key]):
         check_current(device)
         self.stats: GraphStats[Key] = GraphStats()
         self._make, self._before, self._capturing = make, before, capturing
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self.recorder = (recorder or Recorder()) if record and self._cuda else None
         self._captured: dict[Key, dict[int, Captured]] = {}
         # what `ready` found; a host that has waited for a step is slow to search
@@ -238,6 +242,36 @@ class GraphRunner(Generic[Key]):
         done = [one for buckets in self._captured.values() for one in buckets.values()]
         found = [one.report for one in done if one.report is not None]
         return tuple(sorted(found, key=lambda one: one.order))
+
+    def compile(self, modes: Sequence[Key]) -> None:
+        """Compile what modes launch, side by side, before they are captured.
+
+        Captures would compile one kernel after another. Here every bucket runs on padding, and
+        launches no kernel of this library (`compile_ahead`). If the first one finds all it needs in
+        Triton's cache, the others are left out. What fails is left to the captures.
+        """
+        if not modes or not uses_triton(self._device):
+            return
+        if self._before is not None:
+            self._before()
+        began, compiled = time.perf_counter(), 0
+        first, *rest = [
+            partial(self._run_padded, mode, bucket)
+            for mode in modes
+            for bucket in reversed(self.buckets)
+        ]
+        try:
+            # buckets share buffers, whose rows may still be those of requests
+            with self._surrounded():
+                _pad(self._make(modes[0], self.buckets[-1]), self.buckets[-1])
+            compiled = ahead.compile_ahead([first], self._device)
+            if compiled or _ranks() > 1:
+                compiled += ahead.compile_ahead(rest, self._device)
+        except Exception as error:
+            log.info("kernels are compiled one by one: %s", error)
+        seconds = time.perf_counter() - began
+        if compiled:
+            log.info("compiled %d kernels side by side in %.1f s", compiled, seconds)
 
     def capture(self, mode: Key) -> None:
         """Capture every bucket of ``mode``, the largest first, on batches of padding.
@@ -300,8 +334,7 @@ class GraphRunner(Generic[Key]):
         program = self._make(mode, bucket)
         began, order = time.perf_counter(), self._captures
         self._captures += 1
-        program.pad()
-        program.schedule(torch.zeros(bucket, dtype=torch.int32))
+        _pad(program, bucket)
         graph, nbytes = None, 0
         if self.recorder is not None and program.graphs:
             found = self.recorder.record(lambda: _run(program))
@@ -313,6 +346,16 @@ class GraphRunner(Generic[Key]):
         digest = sha256(repr(_flat(baked)).encode()).hexdigest()[:12]
         report = GraphReport(mode.value, bucket, order, seconds, nbytes, recorded, digest)
         return Captured(bucket, program, graph, baked, holders, _addresses(holders), report)
+
+    def _run_padded(self, mode: Key, bucket: int) -> None:
+        """Run a bucket on padding as a capture does, without recording it."""
+        with self._surrounded():
+            program = self._make(mode, bucket)
+            _pad(program, bucket)
+            if self.recorder is not None and program.graphs:
+                self.recorder.warm_up(lambda: _run(program))
+            else:
+                _run(program)
 
     def ready(self, modes: tuple[Key, ...], count: int) -> list[Captured]:
         """Return what will serve ``count`` requests in modes that share buffers.
@@ -363,6 +406,20 @@ class GraphRunner(Generic[Key]):
 def _run(program: Program) -> None:
     """Run without gradients: models may hold parameters, and buffers have no history."""
     program.run()
+
+
+def _pad(program: Program, bucket: int) -> None:
+    """Turn all requests into padding, and plan it on the host."""
+    program.pad()
+    program.schedule(torch.zeros(bucket, dtype=torch.int32))
+
+
+def _ranks() -> int:
+    """Return how many processes may wait for each other in a forward."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return distributed.get_world_size()
 
 
 def _checked(buckets: Sequence[int]) -> list[int]:

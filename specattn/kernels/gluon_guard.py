@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from contextvars import Context
 from functools import cache
 from typing import Any
 
@@ -30,7 +31,8 @@ def gluon_ok(kernel_name: str, check: Callable[[torch.device], None], device: to
 def _passes(kernel_name: str, check: Callable[[torch.device], None], index: int) -> bool:
     try:
         with torch.cuda.device(index):
-            check(torch.device("cuda", index))
+            # launched also where launches are compiled only
+            Context().run(check, torch.device("cuda", index))
     except Exception as problem:  # compilers fail in ways of their own
         log.warning(
             "%s does not work on %s, a Triton kernel takes its place: %s: %s",

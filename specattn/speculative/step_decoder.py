@@ -228,9 +228,9 @@ class StepDecoder(ReadOnly):
         self._levels |= Level.each(
             sampled=sampled, processed=processors is not None, constrained=constrained
         )
-        for part in self.modes:
-            if self.runner.captured(part):
-                continue
+        missing = [part for part in self.modes if not self.runner.captured(part)]
+        self.runner.compile(missing)
+        for part in missing:
             try:
                 self.runner.capture(part)
             except CapacityError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from contextvars import copy_context
 
 import pytest
 import torch
 
+from specattn.kernels.ahead import _Compiler
 from specattn.kernels.attention import gluon
 from specattn.kernels.gluon_guard import gluon_ok
 
@@ -48,6 +51,18 @@ def test_the_tree_kernel_is_replaced_where_its_check_fails(
     assert not gluon.serves(128, 128, torch.bfloat16, torch.device("cuda:0"))
     assert "gluon_tree does not work" in caplog.text
     assert "relative error 5.0e-01" in caplog.text
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_a_check_is_launched_where_launches_are_only_compiled() -> None:
+    found: list[object] = []
+
+    def step() -> None:
+        _Compiler.active.set(_Compiler(ThreadPoolExecutor()))
+        gluon_ok("c", lambda device: found.append(_Compiler.active.get()), torch.device("cuda:0"))
+
+    copy_context().run(step)
+    assert found == [None]
 
 
 def test_no_other_device_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
