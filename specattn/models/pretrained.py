@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 # what transformers needs to read a GGUF file; the extra `gguf` installs it
 _NEEDED = ("gguf", "accelerate")
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
+# what a GGUF file calls its ends, beside the end-of-text token that transformers reads
+_FILE_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+# the type of tokens that are no text
+_CONTROL = 3
+# control tokens that end a turn of a chat; older files do not name theirs
+_TURN_ENDS = {
+    *("<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<|end_of_turn|>"),
+    *("<end_of_turn>", "<turn|>", "<end_of_utterance>"),
+}
 
 
 def load_causal(
@@ -71,6 +80,8 @@ def load_causal(
             **plain,
         )
         _check_complete(name, info)
+        if file:
+            _add_ends(name, module.generation_config)
         if dtype is not None and plain and not file:
             _convert_experts(module, dtype)
         if process_group(module) is None:
@@ -183,6 +194,29 @@ def _check_rope(name: str) -> None:
             f"{name} has {found[0]}, which transformers does not read: it would compute another "
             "model; give the folder that the file was made of",
         )
+
+
+def _add_ends(name: str, settings: Any) -> None:
+    """Add to generation settings what ends a turn by a GGUF file."""
+    import gguf
+
+    fields = gguf.GGUFReader(name).fields
+    found = {_numbers(fields[key])[0] for key in _FILE_ENDS if key in fields}
+    tokens, kinds = (fields.get(f"tokenizer.ggml.{part}") for part in ("tokens", "token_type"))
+    if tokens is not None and kinds is not None:
+        control = [at for at, kind in enumerate(_numbers(kinds)) if kind == _CONTROL]
+        spelled = {bytes(tokens.parts[tokens.data[at]]).decode(): at for at in control}
+        # where a turn has several messages, this ends one of them
+        ends = _TURN_ENDS - ({"<|end|>"} if "<|return|>" in spelled else set())
+        found |= {at for token, at in spelled.items() if token in ends}
+    given = settings.eos_token_id
+    found.update([] if given is None else [given] if isinstance(given, int) else given)
+    settings.eos_token_id = sorted(found) or None
+
+
+def _numbers(field: Any) -> list[int]:
+    """Return the numbers of a GGUF file's field."""
+    return [int(field.parts[at][0]) for at in field.data]
 
 
 def _distributed(name: str, tp_plan: str | dict[str, str] | None) -> dict[str, Any]:

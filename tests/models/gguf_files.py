@@ -36,8 +36,8 @@ def tiny(layers: int = 3) -> torch.nn.Module:
         num_hidden_layers=layers,
         max_position_embeddings=256,
         initializer_range=0.15,
-        bos_token_id=TOKENS.index("<|start|>"),
-        eos_token_id=TOKENS.index("<|end|>"),
+        bos_token_id=TOKENS.index(ENDS[-1]),
+        eos_token_id=TOKENS.index(ENDS[0]),
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
@@ -71,9 +71,9 @@ def save(model: torch.nn.Module, folder: Path) -> Path:
 
 
 def write(
-    model: torch.nn.Module, path: Path, *, q8: bool = False, split: int = 0, **fields: str
+    model: torch.nn.Module, path: Path, *, q8: bool = False, split: int = 0, **fields: str | int
 ) -> Path:
-    """Write a model, its tokens and chat template; ``fields`` are further texts.
+    """Write a model, its tokens and chat template; ``fields`` are further texts and numbers.
 
     With ``split`` the file says that it is the first of so many.
     """
@@ -101,8 +101,9 @@ def write(
     if split:
         writer.add_uint16("split.no", 0)
         writer.add_uint16("split.count", split)
-    for name, text in fields.items():
-        writer.add_string(name.replace("__", "."), text)
+    for name, value in fields.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_uint32
+        add(name.replace("__", "."), value)
     _add_tensors(writer, model, q8=q8)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -67,6 +67,38 @@ def test_the_tokenizer_and_the_chat_template_are_those_of_the_folder(model, tmp_
     assert chats[0]["input_ids"] == chats[1]["input_ids"]
 
 
+@pytest.mark.parametrize("key", ["eot", "eom"])
+def test_ends_that_a_file_names_are_ends(model, tmp_path, key) -> None:
+    fields = {f"tokenizer__ggml__{key}_token_id": 42}
+    target = HFTarget.from_pretrained(gguf_files.write(model, tmp_path / "m.gguf", **fields))
+    assert target.eos_token_ids == {model.config.eos_token_id, 42}
+
+
+@pytest.mark.parametrize(
+    ("control", "found"),
+    [
+        (["<|im_end|>", "<|im_start|>"], {"<|im_end|>"}),
+        (["<end_of_turn>", "<|eot_id|>"], {"<end_of_turn>", "<|eot_id|>"}),
+        (["<|end|>", "<|system|>"], {"<|end|>"}),
+        (["<|end|>", "<|return|>"], set()),
+    ],
+    ids=["chatml", "two", "phi", "messages"],
+)
+def test_a_control_token_that_ends_a_turn_is_an_end(tmp_path, monkeypatch, control, found) -> None:
+    """Be it named as one or not; where a turn has several messages, their end is none."""
+    begin, end = "<|startoftext|>", "<|endoftext|>"
+    # the same letters in another kind of token are text
+    text = [token for token in gguf_files.TOKENS if token not in gguf_files.ENDS]
+    tokens = [*text[:-1], "<|eot|>", *control, begin, end]
+    monkeypatch.setattr(gguf_files, "TOKENS", tokens)
+    monkeypatch.setattr(gguf_files, "ENDS", [end, *control, begin])
+    model = gguf_files.tiny()
+    target = HFTarget.from_pretrained(gguf_files.write(model, tmp_path / "m.gguf"))
+    assert target.eos_token_ids == {tokens.index(token) for token in (end, *found)}
+    fused, _ = fuse(target, None)
+    assert fused.eos_token_ids == target.eos_token_ids
+
+
 def test_a_file_is_read_once_and_quietly(model, tmp_path, monkeypatch, capsys) -> None:
     path = gguf_files.write(model, tmp_path / "m.gguf")
     calls = []
