@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specattn.cli.loading import decode, progress_bar
-from specattn.engine.detokenizer import TextStream
+from specattn.engine.detokenizer import TextStream, end_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,10 @@ class TextOutput:
         self, models: Models, requests: Sequence[Request], prompts: Prompts, *, live: bool
     ) -> None:
         self._requests, self._prompts, self._live = requests, prompts, live
-        self._eos = models.target.eos_token_ids
+        eos = end_ids(models.target, models.tokenizer)
+        self._ends = [
+            frozenset(r.stop_token_ids).union(() if r.ignore_eos else eos) for r in requests
+        ]
         detokenize = partial(decode, models.tokenizer)
         self._streams = [
             TextStream(detokenize, r.prompt, r.stop, r.min_new_tokens) for r in requests
@@ -54,13 +57,10 @@ class TextOutput:
     def take(self, index: int, tokens: list[int]) -> None:
         """Take a request's new tokens; see `specattn.Engine.generate`."""
         request, stream = self._requests[index], self._streams[index]
-        self._ready[index] += stream.feed(tokens)
+        ended = not self._ends[index].isdisjoint(tokens[-1:])
+        self._ready[index] += stream.feed(tokens[:-1] if ended else tokens)
         self._counts[index] += len(tokens)
-        if (
-            self._counts[index] >= request.max_new_tokens
-            or stream.stopped
-            or (not request.ignore_eos and not self._eos.isdisjoint(tokens[-1:]))
-        ):
+        if ended or stream.stopped or self._counts[index] >= request.max_new_tokens:
             self._end(index)
         self._write()
 

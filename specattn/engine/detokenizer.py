@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from specattn.engine.request import Request, RequestOutput
+    from specattn.speculative.model import TargetModel
 
 # tokens before a new one that may change how it reads, e.g. by a leading space
 _CONTEXT = 8
@@ -56,6 +57,25 @@ def text_functions(
         raise ValueError(f"tokenizer must encode and decode, got {tokenizer!r}")
     plain = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return tokenizer.encode, detokenize or plain
+
+
+def end_ids(target: TargetModel, tokenizer: object) -> frozenset[int]:
+    """Return the tokens that end a text: the target's, and its tokenizer's.
+
+    Chat models are often saved with the end of a turn in their tokenizer alone: as its end-of-text
+    token, or as its end-of-turn token ``eot_token``.
+
+    Parameters
+    ----------
+    target : TargetModel
+        The target, with its ``eos_token_ids``.
+    tokenizer : Tokenizer or None
+        Its tokenizer; one without such attributes adds none.
+    """
+    own = [getattr(tokenizer, name, None) for name in ("eos_token_id", "eot_token_id")]
+    found = target.eos_token_ids.union(one for one in own if isinstance(one, int))
+    # settings and tokenizers name tokens that some models cannot write
+    return found.intersection(range(target.vocab_size))
 
 
 class TextStream:

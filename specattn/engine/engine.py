@@ -21,7 +21,7 @@ from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.decoders import Decoders
-from specattn.engine.detokenizer import text_functions, text_of
+from specattn.engine.detokenizer import end_ids, text_functions, text_of
 from specattn.engine.intake import take
 from specattn.engine.metrics import EngineMetrics
 from specattn.engine.prompts import run_prompts
@@ -125,7 +125,8 @@ class Engine:
         Whether attention gives every token the same bits in any batch and mode; see
         `specattn.config.AttnConfig`.
     tokenizer : Tokenizer, optional
-        The target's, as transformers loads it: prompts may be texts then.
+        The target's, as transformers loads it: prompts may be texts then, and its end-of-text and
+        end-of-turn tokens end a text as the target's own do.
     detokenize : callable, optional
         Maps token ids to text, for outputs and stop strings; by default the ``tokenizer`` does,
         without special tokens.
@@ -221,9 +222,9 @@ class Engine:
         widest = max(self.configs.all, key=lambda one: one.proposals)
         fields = self.proposer.state_fields(widest)
         self.states = RequestStates.alloc(config.max_num_reqs + 1, fields, target.device)
-        eos = self.target.model.eos_token_ids
+        self.eos_token_ids = end_ids(self.target.model, tokenizer)
         self.scheduler = Scheduler(
-            self.table, self.configs, eos, self.detokenize, self.proposer.read_ahead
+            self.table, self.configs, self.eos_token_ids, self.detokenize, self.proposer.read_ahead
         )
         self._prefill = Prefill(self.target, self.proposer, self.table, widest)
         between = self._plans_on_host or options.get("validate") == "debug"

@@ -79,7 +79,8 @@ def _check(request: Request, engine: Engine) -> None:
     request.sampling.check_tokens(most)
     if request.stop and engine.detokenize is None:
         raise ValueError("stop strings need detokenize")
-    if request.min_new_tokens and (size := len(ends | target.eos_token_ids)) > MAX_END_IDS:
+    own = frozenset() if request.ignore_eos else engine.eos_token_ids
+    if request.min_new_tokens and (size := len(ends | own)) > MAX_END_IDS:
         raise ValueError(
             f"tokens that end a request with min_new_tokens must be at most {MAX_END_IDS}, "
             f"got {size}"

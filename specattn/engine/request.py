@@ -137,7 +137,7 @@ class RequestOutput:
     tokens : list of int
         Generated tokens, never more than ``max_new_tokens``; one that ends the text is the last.
     finish_reason : str
-        ``""`` while the request runs or waits. Then ``"eos"`` (an end-of-text token of the target),
+        ``""`` while the request runs or waits. Then ``"eos"`` (an end-of-text token, `end_ids`),
         ``"stop"`` (a stop token or a stop string of the request), ``"length"``
         (``max_new_tokens``), ``"context"`` (the context is full), ``"nonfinite"`` (the target's
         logits held NaN or infinity where the next token was to be chosen; the tokens before it are

@@ -32,7 +32,7 @@ class Scheduler:
     configs : SpeculativeConfigs
         What a step may run with.
     eos : collection of int
-        The target's end-of-text tokens.
+        The tokens that end a text, see `end_ids`.
     detokenize : callable or None
         Makes text of tokens, for stop strings.
     read_ahead : int

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xgrammar
 
+from specattn.engine.detokenizer import end_ids
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -63,7 +65,8 @@ class XGrammarCompiler:
     tokenizer : PreTrainedTokenizer
         The target's.
     target : TargetModel
-        Its vocabulary, and the tokens that end a text.
+        Its vocabulary, and the tokens that end a text. The tokenizer's own ends do, too, so an
+        engine has to have the same tokenizer.
 
     Raises
     ------
@@ -72,13 +75,13 @@ class XGrammarCompiler:
     """
 
     def __init__(self, tokenizer: Any, target: TargetModel) -> None:
-        if not target.eos_token_ids:
+        if not (ends := end_ids(target, tokenizer)):
             raise ValueError("a grammar needs a target with an end-of-text token, got one without")
         self._compiler = xgrammar.GrammarCompiler(
             xgrammar.TokenizerInfo.from_huggingface(
                 tokenizer,
                 vocab_size=target.vocab_size,
-                stop_token_ids=sorted(target.eos_token_ids),
+                stop_token_ids=sorted(ends),
             )
         )
 

@@ -74,3 +74,20 @@ def test_a_long_chat_is_refused(template):
 
 def test_the_text_is_the_answer_alone(template):
     assert "# user" not in generate("--chat", "x = 1", count=4).stdout
+
+
+def test_the_end_of_a_turn_ends_the_answer(template, monkeypatch):
+    """It is the tokenizer's alone, as in many models for chats."""
+    ids = plain_tokens(f"# user: {PROMPT}\n# answer:", 24)
+    end = ids[9]
+    models = loading.load_models()
+    chatty = copy.deepcopy(models.tokenizer)
+    chatty.eos_token = chatty.convert_ids_to_tokens(end)
+    monkeypatch.setattr(
+        loading, "load_models", lambda *args, **kwargs: replace(models, tokenizer=chatty)
+    )
+    want = ids[: ids.index(end)]
+    found = generated("--chat", PROMPT)
+    assert (found["tokens"], found["finish_reason"]) == ([*want, end], "eos")
+    assert generate("--chat", PROMPT, count=24).stdout.strip() == found["text"].strip()
+    assert found["text"] == loading.decode(tokenizer(), want)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -143,3 +144,24 @@ def test_a_character_that_begins_in_the_prompt_is_the_texts(target, greedy):
     assert (stopped.tokens, stopped.finish_reason, stopped.text) == (greedy[:2], "stop", "")
     with AsyncEngine(run) as server:
         assert "".join(out.text for out in server.stream(Request(IDS, 5))) == free.text
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "eot_token_id"])
+def test_the_tokenizers_ends_end_texts(target, greedy, name):
+    """As the target's own do, and not those of a token that the target cannot write."""
+    end = greedy[6]
+    words = Words()
+    setattr(words, name, end)
+    want = greedy[: greedy.index(end) + 1]
+    run = engine(target, tokenizer=words)
+    asked = Request(IDS, COUNT)
+    found, whole, later = run.generate(
+        [asked, replace(asked, ignore_eos=True), replace(asked, min_new_tokens=len(want))]
+    )
+    assert (found.tokens, found.finish_reason) == (want, "eos")
+    assert found.text == said(want[:-1])
+    assert whole.tokens == greedy
+    assert end not in later.tokens[: len(want)]
+    setattr(words, name, target.vocab_size)
+    outside = replace(asked, min_new_tokens=9)
+    assert engine(target, tokenizer=words).generate([outside])[0].tokens == greedy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -146,11 +147,12 @@ def test_what_does_not_compile_is_refused(compiler, asked):
 
 
 def test_a_target_without_an_end_is_refused(pair):
-    class Endless:
-        eos_token_ids: frozenset[int] = frozenset()
-
+    endless = copy.copy(pair[0])
+    vars(endless)["eos_token_ids"] = frozenset()
+    tokenizer = copy.deepcopy(pair[0].tokenizer)
+    tokenizer.eos_token = None
     with pytest.raises(ValueError, match="needs a target with an end-of-text token"):
-        XGrammarCompiler(pair[0].tokenizer, Endless())
+        XGrammarCompiler(tokenizer, endless)
 
 
 @pytest.mark.slow
@@ -188,3 +190,16 @@ def test_drawn_texts_always_match(pair, compiler, kind, part):
         assert set(found["tags"]) <= {"a", "bc"}
         assert len(found["tags"]) <= 3
     assert max(n for out in outs for n in out.accept_lens) > 1
+
+
+def test_a_text_may_end_by_the_tokenizers_own_token(pair):
+    """The only end, where the target has none."""
+    tokenizer = copy.deepcopy(pair[0].tokenizer)
+    tokenizer.eos_token = tokenizer.decode([300])
+    target = copy.copy(pair[0])
+    vars(target)["eos_token_ids"] = frozenset()
+    make = XGrammarCompiler(tokenizer, target).regex("(yes|no)")
+    engine = Engine(target, None, SpecConfig(0, 1, 1, 64, 1), tokenizer=tokenizer, graphs=False)
+    (out,) = engine.generate([Request("# json: ", 20, grammar=make)])
+    assert (out.tokens[-1], out.finish_reason) == (300, "eos")
+    assert out.text in ("yes", "no")
