@@ -30,11 +30,12 @@ from specattn.engine.request import Request, RequestOutput, RunningRequest
 from specattn.engine.scheduler import Scheduler
 from specattn.errors import CapacityError
 from specattn.speculative.drafts import NoProposer, draft_of
+from specattn.speculative.grammar import bitmask_of
 from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.level import Level
 from specattn.speculative.logits_processor import as_processors
 from specattn.speculative.model import ModelSlot, check_model, for_context
-from specattn.speculative.prefill import Prefill
+from specattn.speculative.prefill import Prefill, leave_nothing
 from specattn.speculative.states import RequestStates
 from specattn.speculative.step_setup import StepOptions, StepSetup, plans_on_host
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from specattn.engine.policy import Policy
     from specattn.engine.scheduler import Groups, Item
     from specattn.speculative.drafts import Draft
-    from specattn.speculative.host_buffers import PendingStep
+    from specattn.speculative.host_buffers import PendingStep, TokenLogprobs
     from specattn.speculative.host_proposer import HostTree
     from specattn.speculative.logits_processor import LogitsProcessor
     from specattn.speculative.model import TargetModel
@@ -584,7 +585,7 @@ class Engine:
                 one.length = one.prompt_len
                 one.result.first_token_at = time.perf_counter()
                 read = None if scored is None else partial(scored.read, at, 1)
-                self.scheduler.append(one, [token], read)
+                self._append(one, [token], read)
             self.scheduler.remove_ended()
         return shared
 
@@ -663,13 +664,30 @@ class Engine:
             one.length += len(tokens)
             # -1 comes last, if at all
             counts[at] = len(tokens) - (bool(tokens) and tokens[-1] < 0)
-            kept = self.scheduler.append(one, tokens, partial(step.pending.logprobs, at))
+            kept = self._append(one, tokens, partial(step.pending.logprobs, at))
             one.result.accept_lens.append(len(kept))
             self._accept_lens[len(kept)] += 1
             self._count(one.result, len(kept))
             gains.append((one.result, kept))
         self.configs.count(step.config, counts, sum(len(kept) for _, kept in gains), seconds)
         return gains
+
+    def _append(
+        self,
+        one: RunningRequest,
+        tokens: list[int],
+        scored: Callable[[int], list[TokenLogprobs]] | None,
+    ) -> list[int]:
+        """Append tokens as `Scheduler.append` does, and tell ends by processors from others."""
+        kept, result = self.scheduler.append(one, tokens, scored), one.result
+        states = self._decoders.processors
+        if result.finish_reason == "nonfinite" and one.level >= Level.PROCESSED and states:
+            vocab, mask = self.target.model.vocab_size, None
+            if one.grammar is not None:
+                mask = bitmask_of(one.grammar, one.tokens[-1:], [-1], vocab, pin=False)
+            if leave_nothing(states, one.row, len(one.tokens), mask):
+                result.finish_reason = "blocked"
+        return kept
 
     def _count_admitted(self, items: Sequence[Item], shared: int) -> None:
         self._totals.shared_tokens += shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 from specattn.checks import listed
 from specattn.engine.ranks import agree, decide
 from specattn.engine.request import Request
+from specattn.speculative.grammar import LateEnds
 from specattn.speculative.logits_processor import check_names
 from specattn.speculative.processors import MAX_END_IDS
 
@@ -40,6 +42,7 @@ def take(requests: Iterable[Request | str], engine: Engine) -> list[Request]:
     taken = [_encoded(one, engine.encode) for one in listed("requests", requests, "Request")]
     for request in taken:
         _check(request, engine)
+    taken = [_late(one, engine) for one in taken]
     running = [one.result.tokens for one in engine.running]
     agree(engine.ranks, "requests, their seeds included,", (taken, running))
     if not any(one.sampling.lacks_seed for one in taken):
@@ -86,6 +89,15 @@ def _check(request: Request, engine: Engine) -> None:
             f"got {size}"
         )
     check_names(dict(request.sampling.processors), engine.processors)
+
+
+def _late(request: Request, engine: Engine) -> Request:
+    """Return a request whose grammar puts its ends off if need be."""
+    if request.grammar is None or request.ignore_eos or not request.min_new_tokens:
+        return request
+    ends, vocab = engine.eos_token_ids, engine.target.model.vocab_size
+    make = partial(LateEnds, request.grammar, ends, request.min_new_tokens, vocab)
+    return replace(request, grammar=make)
 
 
 def fresh_seed() -> int:

@@ -46,7 +46,8 @@ def run_prompts(
                 one.request.sampling,
                 one.request.prompt,
                 min_new_tokens=one.request.min_new_tokens,
-                end_ids=one.end_ids,
+                # a grammar puts the others off by itself, see `LateEnds`
+                end_ids=one.end_ids if one.grammar is None else one.end_ids.difference(one.eos),
                 bitmask=one.grammar is not None,
             )
     vocab = prefill.target.model.vocab_size

@@ -42,7 +42,8 @@ class Request:
         token. Kept as a frozenset.
     min_new_tokens : int
         Before so many tokens, neither an end-of-text nor a stop token is drawn, and in their text
-        no stop string is looked for. 0 is off.
+        no stop string is looked for. 0 is off. Where the ``grammar`` leaves nothing else, the text
+        ends by its end-of-text token all the same.
     grammar : callable, optional
         Makes the `Grammar` that the text must match, for every run of the request; the tokens that
         end the text are among those it allows. Steps of a batch with a grammar wait for the host,
@@ -139,10 +140,10 @@ class RequestOutput:
     finish_reason : str
         ``""`` while the request runs or waits. Then ``"eos"`` (an end-of-text token, `end_ids`),
         ``"stop"`` (a stop token or a stop string of the request), ``"length"``
-        (``max_new_tokens``), ``"context"`` (the context is full), ``"nonfinite"`` (the target's
-        logits held NaN or infinity where the next token was to be chosen; the tokens before it are
-        kept) or ``"dropped"`` (by the caller, or where an error or an interrupt has cost the engine
-        a step's tokens).
+        (``max_new_tokens``), ``"context"`` (the context is full), ``"blocked"`` (its grammar and
+        processors leave no token, not even an end), ``"nonfinite"`` (the target's logits held NaN
+        or infinity where the next token was to be chosen) or ``"dropped"`` (by the caller, or where
+        an error or an interrupt has cost the engine a step's tokens). The tokens before are kept.
     accept_lens : list of int
         Tokens that each step added, bonus included; those past the end are not counted.
     logprobs : list of TokenLogprobs

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from specattn.kernels.processors import bitmask_words
+from specattn.speculative.processors import token_bitmask
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
@@ -38,6 +39,48 @@ class Grammar(Protocol):
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Note that the text goes on with these allowed tokens."""
+
+
+class LateEnds:
+    """A grammar whose ends wait until a text has so many tokens.
+
+    A text to which nothing can be added but an end may end before: it is whole.
+
+    Parameters
+    ----------
+    make : callable
+        Makes the grammar.
+    ends : collection of int
+        Tokens that end a text.
+    least : int
+        Tokens before which they are to wait.
+    vocab : int
+        Tokens of the vocabulary.
+    """
+
+    def __init__(
+        self, make: Callable[[], Grammar], ends: Collection[int], least: int, vocab: int
+    ) -> None:
+        self._grammar, self._lacking = make(), least
+        # bits behind the vocabulary are no tokens that could be added
+        behind = range(vocab, 32 * bitmask_words(vocab))
+        self._others = ~token_bitmask({*ends, *behind}, vocab)
+
+    def fill(self, tokens: Sequence[int], parents: Sequence[int], bitmask: Tensor) -> None:
+        """Say which tokens may follow each node, as `Grammar.fill` has it."""
+        self._grammar.fill(tokens, parents, bitmask)
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        early = torch.tensor([depth < self._lacking for depth in depths])
+        others = bitmask & self._others
+        waits = early & (others != 0).any(1)
+        bitmask.copy_(torch.where(waits[:, None], others, bitmask))
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Note that the text goes on with these tokens."""
+        self._grammar.accept(tokens)
+        self._lacking -= len(tokens)
 
 
 def fill_bitmasks(step: Step, rows: Sequence[int], grammars: Sequence[Grammar | None]) -> None:

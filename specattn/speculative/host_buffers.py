@@ -178,8 +178,8 @@ class PendingStep:
         """Wait for the step and return each request's new tokens, bonus last.
 
         Empty for row 0 and for a request that had no slots for a step. A last token of -1 says
-        that the target's logits were not finite there. Asked again, it returns the same without
-        waiting.
+        that the target's logits were not finite there, or that processors leave no token. Asked
+        again, it returns the same without waiting.
 
         Returns
         -------

@@ -315,26 +315,61 @@ def first_tokens(
     Returns
     -------
     Tensor
-        ``[R]`` int64; -1 where the logits are not finite.
+        ``[R]`` int64; -1 where the logits are not finite, or processors leave no token.
     """
-    root = torch.zeros_like(lens)[:, None]
-    none, probs = torch.full_like(root, -1), torch.empty(len(root), 0, 0, device=root.device)
-    words = torch.ones_like(root)[:, :, None]
-    tree = DraftTree(root, lens[:, None], words, none, none, probs)
+    tree = _roots(lens)
     plain = SpecConfig(num_steps=0, num_draft_tokens=1)
     raw, seq_lens = logits[:, None], lens.to(torch.int32)
     if processors is None:
         return accept(tree, raw, seq_lens, plain, sampling).bonus_tokens
-    logprobs = LogprobBuffers.alloc(1, len(root), 1, root.device)
+    logprobs = LogprobBuffers.alloc(1, len(lens), 1, lens.device)
     if scored is not None:
         scored.append(logprobs)
     # there is one entry, 0
-    processing = Processing(processors, rows, logprobs, root[0], bitmask)
+    processing = Processing(processors, rows, logprobs, tree.tokens[0], bitmask)
     nodes = processing.process(tree, raw)
     accepted = accept(tree, nodes, seq_lens, plain, sampling)
     processing.score(accepted, raw, nodes, lambda: sampling)
     processing.note(accepted)
     return accepted.bonus_tokens
+
+
+def leave_nothing(
+    processors: ProcessorStates, row: int, length: int, bitmask: Tensor | None = None
+) -> bool:
+    """Return whether no token may follow a text, whatever the target says.
+
+    It waits for the device.
+
+    Parameters
+    ----------
+    processors : ProcessorStates
+        What requests ask of their logits.
+    row : int
+        The request's row of the table.
+    length : int
+        Tokens of its text, the prompt included.
+    bitmask : Tensor, optional
+        ``[1, ceil(V / 32)]`` int32, of a request with a grammar.
+    """
+    device, vocab = processors.kinds.device, processors.history.shape[1]
+    logits = torch.zeros(1, 1, vocab, device=device)
+    words = None if bitmask is None else bitmask.to(device)[None]
+    tree, rows = (
+        _roots(torch.tensor([length - 1], device=device)),
+        torch.tensor([row], device=device),
+    )
+    return bool((processors.process(tree, logits, rows, words) == -torch.inf).all())
+
+
+def _roots(positions: Tensor) -> DraftTree:
+    """Return trees of a root each, at ``positions [R]``.
+
+    The history has the roots' tokens.
+    """
+    root = torch.zeros_like(positions)[:, None]
+    none, probs = torch.full_like(root, -1), torch.empty(len(root), 0, 0, device=root.device)
+    return DraftTree(root, positions[:, None], torch.ones_like(root)[:, :, None], none, none, probs)
 
 
 def _pick(sampling: SamplingBatch, which: Tensor) -> SamplingBatch:

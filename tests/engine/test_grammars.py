@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +13,8 @@ from specattn.speculative.sampling import SamplingParams
 from tests.books import check_books
 from tests.engine.test_processors import CONFIGS, COUNT, PROMPTS, engine
 from tests.grammars import Remainders, constrained_text
-from tests.processors import GREEDY, greedy_text
+from tests.processors import GREEDY, dense_logits, greedy_text
+from tests.regressions.masks import leave
 from tests.tiny import TinyTarget
 from tests.worlds import DEVICE
 
@@ -115,3 +117,82 @@ def test_what_a_grammar_raises_loses_no_request():
 def test_what_is_no_grammar_is_refused():
     with pytest.raises(ValueError, match="grammar must make a Grammar when it is called, got"):
         Request(PROMPTS[0], grammar=Remainders(PROMPTS[0]))
+
+
+END, SHORTEST, LONGEST = 60, 3, 8
+
+
+class Between:
+    """Tokens below 30, ``SHORTEST`` to ``LONGEST`` of them, and an end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @staticmethod
+    def allowed(count: int) -> set[int]:
+        following = set(range(30)) if count < LONGEST else set()
+        return following | ({END} if count >= SHORTEST else set())
+
+    def fill(self, tokens, parents, bitmask) -> None:
+        counts = []
+        for parent in parents:
+            counts.append(counts[parent] + 1 if parent >= 0 else self.count)
+        for node, count in enumerate(counts):
+            # what lies behind the vocabulary is nobody's
+            leave(bitmask[node], self.allowed(count) | {61, 62, 63})
+
+    def accept(self, tokens) -> None:
+        for token in tokens:
+            assert token in self.allowed(self.count)
+            self.count += 1
+
+
+@pytest.fixture
+def ending(monkeypatch):
+    """Targets end by END, which they rather write than anything else."""
+    monkeypatch.setattr(TinyTarget, "eos_token_ids", frozenset([END]))
+    return SamplingParams(logit_bias={END: 50.0})
+
+
+@pytest.mark.parametrize("least", [0, 5, LONGEST, LONGEST + 1, COUNT])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_ends_wait_for_the_fewest_tokens_that_a_grammar_has(config, least, ending):
+    """But no longer than it has others: then the text is whole, and ends."""
+    request = Request(PROMPTS[0], COUNT, ending, grammar=Between, min_new_tokens=least)
+    beside = Request(PROMPTS[1], 9)
+    run = engine(CONFIGS[config])
+    (free,) = run.generate([beside])
+    out, other = run.generate([request, beside])
+    target, want = TinyTarget(device=DEVICE), []
+    while END not in want:
+        allowed = Between.allowed(len(want))
+        scores = dense_logits(target, [*PROMPTS[0], *want])
+        if len(want) >= max(least, SHORTEST) or allowed == {END}:
+            want.append(END)
+        else:
+            want.append(max(allowed - {END}, key=lambda token: scores[token]))
+    assert (out.tokens, out.finish_reason) == (want, "eos")
+    assert len(want) == min(max(least, SHORTEST), LONGEST) + 1
+    assert other.tokens == free.tokens
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"sampling": SamplingParams(logit_bias={END: -math.inf})},
+        {"sampling": SamplingParams(allowed_tokens=range(30))},
+        {"sampling": SamplingParams(bad_words=[[END]])},
+        {"min_new_tokens": COUNT, "stop_token_ids": [END], "ignore_eos": True},
+    ],
+    ids=["bias", "allowed", "bad words", "stop token"],
+)
+def test_an_end_that_is_forbidden_blocks(config, asked, ending):
+    """All that the grammar has comes first, and the reason says what happened."""
+    requests = [
+        Request(PROMPTS[0], COUNT, grammar=Between, **asked),
+        Request(PROMPTS[1], 9),
+    ]
+    out, other = engine(CONFIGS[config]).generate(requests)
+    assert (len(out.tokens), out.finish_reason) == (LONGEST, "blocked")
+    assert other.finish_reason == "length"

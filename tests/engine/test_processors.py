@@ -109,14 +109,17 @@ def test_processors_hold_to_the_contexts_end_and_across_configs(constrained):
     assert out.tokens == text(target, prompt, len(out.tokens), params)
 
 
-def test_processors_that_leave_no_token_end_a_request_as_logits_that_are_not_finite():
+@pytest.mark.parametrize("config", CONFIGS)
+def test_processors_that_leave_no_token_end_a_request(config):
+    """By a reason of their own, also where a step ahead has gone on."""
     beside = Request(PROMPTS[1], 9)
-    run, allowed = engine(CONFIGS["tree"]), SamplingParams(allowed_tokens=[4, 14])
+    run, allowed = engine(CONFIGS[config]), SamplingParams(allowed_tokens=[4, 14])
     (free,) = run.generate([Request(PROMPTS[1], 9)])
     stuck = replace(allowed, bad_words=[[4, 4], [4, 14], [14, 4], [14, 14, 14]])
     out, other = run.generate([Request(PROMPTS[0], 9, stuck), beside])
-    assert out.finish_reason == "nonfinite"
+    assert out.finish_reason == "blocked"
     assert 1 <= len(out.tokens) <= 3
+    assert (run.metrics().finished["blocked"], run.num_running) == (1, 0)
     assert other.tokens == free.tokens
 
 
@@ -133,7 +136,7 @@ def test_a_bias_of_minus_infinity_forbids(config):
     out, same, none = run.generate(requests)
     assert out.tokens == same.tokens == greedy_text(target, PROMPTS[0], COUNT, params)
     assert forbidden.isdisjoint(out.tokens)
-    assert (none.tokens, none.finish_reason) == ([], "nonfinite")
+    assert (none.tokens, none.finish_reason) == ([], "blocked")
 
 
 def test_steps_that_are_checked_write_the_same():

@@ -469,6 +469,13 @@ def test_logits_that_are_not_finite_end_the_call(model):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_processors_that_leave_no_token_end_the_call(model):
+    """An end that prefixes allow alone, and that is to come later."""
+    asked = {"prefix_allowed_tokens_fn": lambda row, text: [EOS], "min_new_tokens": 2}
+    with pytest.raises(SpecAttnError, match="the logits processors leave no token to choose"):
+        ours(model, prompts(2), max_new_tokens=3, eos_token_id=EOS, **asked)
+
+
 # -- what is kept from call to call
 
 

@@ -102,7 +102,8 @@ def generate(
     ModelError
         If the model's attention is not served, or the draft is missing or does not fit.
     SpecAttnError
-        If the target's logits are not finite where a token is to be chosen.
+        If the target's logits are not finite where a token is to be chosen, or processors leave
+        none.
     ValueError
         If another call for the same model has not returned; if ``model`` is no model, such as a
         path, or ``spec_config`` no `SpecConfig`.
@@ -265,6 +266,8 @@ class _Columns:
             return self._ends.pad
         if at < len(result.tokens):
             return result.tokens[at]
+        if result.finish_reason == "blocked":
+            raise SpecAttnError("the logits processors leave no token to choose")
         if result.finish_reason == "nonfinite":
             raise SpecAttnError("the target's logits are NaN or infinite where a token is chosen")
         return None
