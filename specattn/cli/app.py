@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -42,8 +43,12 @@ class _Commands(TyperGroup):
         sys.exit(code or 0)
 
 
+# Typer's tables cut the names of options where they have no room
+_NARROW = shutil.get_terminal_size().columns < 80
+
 app = typer.Typer(
     cls=_Commands,
+    rich_markup_mode=None if _NARROW else "rich",
     name="specattn",
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -17,7 +17,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from specattn.cli.errors import ArgumentError, stderr
+from specattn.cli.errors import ArgumentError, refuse, stderr
 from specattn.cli.torchrun import local_rank, world_size
 from specattn.config import FLOAT8
 
@@ -152,7 +152,11 @@ def load_models(
 
 
 def _check_draft(target: str | None, draft: str | None, kind: str) -> None:
-    """Refuse a draft that the kind has no use for, or lacks."""
+    """Refuse names that are empty, and a draft that the kind has no use for, or lacks."""
+    refuse(
+        (target == "", "--target", "must not be empty"),
+        (draft == "", "--draft", "must not be empty"),
+    )
     if draft is None:
         if kind == "model":
             raise ArgumentError("--draft", "is needed with --draft-kind model")

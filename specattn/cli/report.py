@@ -205,7 +205,8 @@ def table(
     """Return a table, of whose columns some are aligned to the left; floats have two digits."""
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
-        made.add_column(name, justify="left" if name in left else "right")
+        # where there is no room, a name goes on in the next line
+        made.add_column(name, justify="left" if name in left else "right", overflow="fold")
     for row in rows:
         made.add_row(*(Text(f"{one:.2f}" if isinstance(one, float) else str(one)) for one in row))
     return made

@@ -106,6 +106,12 @@ REFUSED = {
         "--logit-bias: tokens must be 0..3071, got 3072..3072",
     ),
     "bias_of_no_number": (["--logit-bias", "5=nan", "p"], "--logit-bias: every --logit-bias must"),
+    "empty_draft": (["--draft", "", "p"], "--draft: must not be empty"),
+    "empty_target": (["--target", "", "p"], "--target: must not be empty"),
+    "empty_draft_of_nothing": (
+        ["--draft", "", "--draft-kind", "none", "p"],
+        "--draft: must not be empty",
+    ),
     "bad_words": (["--bad-words", "", "p"], "--bad-words: must not be empty"),
     "long_bad_words": (
         ["--bad-words", "x y " * 20, "p"],

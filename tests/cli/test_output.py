@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 from specattn.cli.output import TextOutput
 from specattn.cli.prompts import Prompts
+from specattn.cli.report import table
 from specattn.engine.request import Request
 from tests.cli.command import loaded, tokenizer
 
@@ -46,3 +49,12 @@ def test_on_a_terminal_an_answer_begins_below_its_message(capsys, monkeypatch, c
     output.finish()
     # without the colours of the prompt
     assert re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out) == shown
+
+
+@pytest.mark.parametrize("width", [12, 60])
+def test_tables_cut_no_name(width):
+    """Where there is no room, it goes on in the next line."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table(["accepted/step"], [["triton_sharing"], [0.5]], left=()))
+    shown = "".join(console.file.getvalue().split())
+    assert shown == "accepted/steptriton_sharing0.50"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
+from specattn.cli.generate import Generate
 from tests.cli.command import ON_CPU, PROMPT, ROOT, plain_tokens
 from tests.samples import half, sampled
 
@@ -83,3 +86,14 @@ def test_triton_on_a_cpu_switches_its_interpreter_on_before_models_import_it():
     assert running.returncode == 0, errors
     assert json.loads(out)["tokens"] == plain_tokens("a", 2)
     assert errors == INTERPRETED
+
+
+@pytest.mark.parametrize("columns", [60, 79, 200])
+def test_help_names_every_option_whole(columns, monkeypatch):
+    """However wide the terminal is."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    names = [f"--{one.name.replace('_', '-')}" for one in fields(Generate) if one.name != "ctx"]
+    shown = process("generate", "--help").communicate()[0].decode()
+    names = [name for name in names if name not in ("--prompt", "--as-json")]
+    assert len(names) > 40
+    assert [name for name in names if not re.search(rf"{name}\b(?!-)", shown)] == []
