@@ -19,6 +19,7 @@ from specattn.integrations.transformers import release, serving
 from specattn.integrations.transformers.processors import PrefixGrammar
 from specattn.models import HFTarget, LMDraft, load_draft
 from specattn.models.hub import PAIR
+from specattn.speculative.logits_processor import LogitsProcessor
 from specattn.speculative.lookup import LookupProposer
 from tests.models import heads
 from tests.models.conftest import TINY
@@ -150,6 +151,43 @@ def test_greedy_tokens_under_processors_are_those_of_transformers(asked, drafted
         assert torch.equal(ours(model, inputs, **options, **asked, **drafts), want)
     free = model.generate(**inputs, **options)
     assert not torch.equal(free, want)
+
+
+class NoTwice(LogitsProcessor):
+    name = "no_twice"
+
+    def process(self, logits, nodes, states):
+        return logits.scatter(2, nodes.last(1), -torch.inf)
+
+
+class Lifted(LogitsProcessor):
+    name = "lifted"
+
+    def process(self, logits, nodes, states):
+        # it has to come after the penalty
+        return torch.where(logits > nodes.last(1) % 3, logits / 2, logits)
+
+
+def no_twice(ids, scores):
+    return scores.scatter(1, ids[:, -1:], -torch.inf)
+
+
+def lifted(ids, scores):
+    return torch.where(scores > ids[:, -1:] % 3, scores / 2, scores)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_processors_written_for_this_library_change_what_transformers_own_would(head, drafted):
+    model, drafts = build(), {"draft": head, "spec_config": TREE} if drafted else {}
+    options = {"max_new_tokens": NEW, "eos_token_id": EOS, "repetition_penalty": 1.3}
+    inputs = prompts(5, seed=4)
+    want = model.generate(**inputs, **options, logits_processor=[no_twice, lifted])
+    own = [NoTwice(), Lifted()]
+    assert torch.equal(ours(model, inputs, **options, **drafts, logits_processor=own), want)
+    itself = specattn.generate(model, **inputs, **options, **drafts, logits_processor=own)
+    assert torch.equal(itself, want)
+    free = model.generate(**inputs, **options)
+    assert free.shape != want.shape or not torch.equal(free, want)
 
 
 def test_a_prefix_that_allows_nothing_ends_a_call_only_where_a_text_comes_to_it():

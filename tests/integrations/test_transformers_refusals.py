@@ -28,7 +28,7 @@ from specattn.integrations.transformers.settings import (
 )
 from specattn.speculative.lookup import LookupProposer
 from specattn.speculative.sampling import SamplingParams
-from tests.integrations.test_transformers import NEW, build, ours, prompts
+from tests.integrations.test_transformers import NEW, NoTwice, build, ours, prompts
 
 CALL = {"assistant_model": None, "synced_gpus": None, "kwargs": {}}
 REFUSED = sorted(name for name, values in SETTINGS.items() if values is not None)
@@ -118,7 +118,10 @@ class Own(LogitsProcessor):
         ({"past_key_values": DynamicCache()}, r"the argument past_key_values \(cache\) is"),
         ({"position_ids": torch.arange(9)[None]}, "the argument position_ids"),
         ({"inputs_embeds": torch.zeros(1, 9, 64)}, "the argument inputs_embeds"),
-        ({"logits_processor": [Own()]}, "the logits processor Own"),
+        (
+            {"logits_processor": [Own()]},
+            "the logits processor Own is not served: write it as a specattn LogitsProcessor",
+        ),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
@@ -215,10 +218,12 @@ def test_processors_are_read():
             [WARPERS[0], RepetitionPenaltyLogitsProcessor(1.3)],
             "repetition penalty, n-grams",
         ),
+        ([NoTwice(), RepetitionPenaltyLogitsProcessor(1.3)], "suppressed tokens, specattn's"),
+        ([NoTwice(), NoTwice()], "of specattn must have different names"),
         ([MinPLogitsWarper(0.2, min_tokens_to_keep=2)], "min_tokens_to_keep must be 1"),
         ([RepetitionPenaltyLogitsProcessor(1.3, 4)], "prompt_ignore_length must be None"),
     ],
-    ids=["min-p first", "penalty last", "kept", "ignored"],
+    ids=["min-p first", "penalty last", "own first", "own twice", "kept", "ignored"],
 )
 def test_processors_that_would_do_something_else_are_refused(processors, match):
     with pytest.raises(UnsupportedError, match=match):

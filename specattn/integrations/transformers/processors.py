@@ -111,7 +111,7 @@ def own_processors(
     Parameters
     ----------
     processors : sequence of LogitsProcessor
-        transformers' own; others than the four of this module are left out.
+        Those of the call; others of transformers than the four of this module are left out.
     prompt_len : int
         Tokens of a row, its padding included.
     vocab_size : int
@@ -131,6 +131,8 @@ def own_processors(
             if tokens := sorted(given.intersection(range(vocab_size))):
                 after = one.begin_index - prompt_len if begin else None
                 own[Suppress(len(tokens), name)] = tokens, after
+        elif isinstance(one, LogitsProcessor):
+            own[one] = None
     return own
 
 

@@ -28,6 +28,7 @@ from transformers.generation import (
 )
 
 from specattn.errors import UnsupportedError
+from specattn.speculative.logits_processor import LogitsProcessor
 from specattn.speculative.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ _PROCESSORS = (
     PrefixConstrainedLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
+    # this library's kind, of the user
+    LogitsProcessor,
     *_WARPERS,
     LogitNormalization,
 )
@@ -158,15 +161,24 @@ def refuse(
 
 def _odd_processors(processors: Sequence[Any]) -> list[str]:
     """Say which processors are not served, or not as they are."""
-    kinds = [type(one) for one in processors]
+    own = [one for one in processors if isinstance(one, LogitsProcessor)]
+    kinds = [
+        LogitsProcessor if isinstance(one, LogitsProcessor) else type(one) for one in processors
+    ]
     unknown = [kind.__name__ for kind in kinds if kind not in _PROCESSORS]
-    reasons = [f"the logits processor {name} is not served" for name in unknown]
-    if not unknown and kinds != [kind for kind in _PROCESSORS if kind in kinds]:
+    how = "write it as a specattn LogitsProcessor, which works here (docs/logits_processors.md)"
+    reasons = [f"the logits processor {name} is not served: {how}" for name in unknown]
+    # several of this library's may come one after the other
+    ordered = [kind for kind in _PROCESSORS for one in kinds if one is kind]
+    others = [kind for kind in kinds if kind is not LogitsProcessor]
+    if not unknown and (kinds != ordered or len({*others}) < len(others)):
         reasons.append(
             "logits processors must come as sequence bias, repetition penalty, n-grams, bad words, "
-            "least length, least new tokens, prefixes, suppressed tokens, temperature, top-k, "
-            "top-p, min-p, each at most once"
+            "least length, least new tokens, prefixes, suppressed tokens, specattn's, temperature, "
+            "top-k, top-p, min-p, each at most once"
         )
+    if len({one.name for one in own}) < len(own):
+        reasons.append("logits processors of specattn must have different names")
     if {SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor} <= {*kinds}:
         reasons.append("sequence_bias must be None beside repetition_penalty, which comes first")
     by_mass = (TopPLogitsWarper, MinPLogitsWarper)
