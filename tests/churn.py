@@ -238,8 +238,8 @@ class Watch:
         for run in engines:
             for owner, name in (
                 (run.scheduler, "schedule"),
-                (run, "_launch"),
-                (run, "_launch_ahead"),
+                (run._flight, "launch"),
+                (run._flight, "_launch_ahead"),
             ):
                 calls.append((owner, name, self._launching(getattr(owner, name))))
         with ExitStack() as stack:

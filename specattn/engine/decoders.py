@@ -53,7 +53,7 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         processed: bool,
     ) -> None:
         super().__init__()
-        self._setup, self._buckets, self._own = setup, buckets, own
+        self.setup, self._buckets, self._own = setup, buckets, own
         self.processors = self._alloc_processors() if processed else None
         for one in configs:
             self[one] = self._make(one, sampled=sampled)
@@ -62,10 +62,10 @@ class Decoders(dict[SpecConfig, StepDecoder]):
 
     def __missing__(self, config: SpecConfig) -> StepDecoder:
         if config.num_steps:
-            config = config.reserving(self._setup.proposer.draft_len(config))
+            config = config.reserving(self.setup.proposer.draft_len(config))
             if config in self:
                 return self[config]
-        if config != self._setup.config.plain():
+        if config != self.setup.config.plain():
             raise ValueError(f"config must be one of the engine's configs, got {config}")
         sampled = any(one.sampled for one in self.values())
         self[config] = found = self._make(config, sampled=sampled, late=True)
@@ -75,7 +75,7 @@ class Decoders(dict[SpecConfig, StepDecoder]):
 
     def _make(self, config: SpecConfig, *, sampled: bool, late: bool = False) -> StepDecoder:
         """Make a decoder; ``late`` is plain decoding while requests run."""
-        setup = self._setup
+        setup = self.setup
         return StepDecoder(
             setup.target,
             None if late else setup.proposer,
@@ -106,8 +106,8 @@ class Decoders(dict[SpecConfig, StepDecoder]):
                     self._tried.add((config, level))
 
     def _alloc_processors(self) -> ProcessorStates:
-        req_to_token = self._setup.table.req_to_token
-        vocab = self._setup.target.model.vocab_size
+        req_to_token = self.setup.table.req_to_token
+        vocab = self.setup.target.model.vocab_size
         return ProcessorStates.alloc(
             len(req_to_token),
             vocab,

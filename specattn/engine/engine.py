@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -22,16 +19,16 @@ from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.decoders import Decoders
 from specattn.engine.detokenizer import end_ids, text_functions, text_of
+from specattn.engine.flight import Flight
 from specattn.engine.intake import take
-from specattn.engine.metrics import EngineMetrics
+from specattn.engine.metrics import Totals
 from specattn.engine.prompts import run_prompts
-from specattn.engine.ranks import agree, decide, ranks_of
+from specattn.engine.ranks import agree, ranks_of
 from specattn.engine.request import Request, RequestOutput, RunningRequest
 from specattn.engine.scheduler import Scheduler
 from specattn.errors import CapacityError
 from specattn.speculative.drafts import NoProposer, draft_of
 from specattn.speculative.grammar import bitmask_of
-from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.level import Level
 from specattn.speculative.logits_processor import as_processors
 from specattn.speculative.model import ModelSlot, check_model, for_context
@@ -46,31 +43,20 @@ if TYPE_CHECKING:
     from specattn.config import KVScales
     from specattn.cuda_graph import GraphReport
     from specattn.engine.detokenizer import Tokenizer
+    from specattn.engine.flight import Gain, LaunchedStep
+    from specattn.engine.metrics import EngineMetrics
     from specattn.engine.policy import Policy
-    from specattn.engine.scheduler import Groups, Item
+    from specattn.engine.scheduler import Item
     from specattn.speculative.drafts import Draft
-    from specattn.speculative.host_buffers import PendingStep, TokenLogprobs
-    from specattn.speculative.host_proposer import HostTree
+    from specattn.speculative.host_buffers import TokenLogprobs
     from specattn.speculative.logits_processor import LogitsProcessor
     from specattn.speculative.model import TargetModel
     from specattn.speculative.step_decoder import StepDecoder
     from specattn.speculative.step_setup import CudagraphMode, EngineKeywords
 
     Scales = Sequence[KVScales] | None
-    Gain = tuple[RequestOutput, list[int]]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class LaunchedStep:
-    """A step of one group of requests that is on its way."""
-
-    config: SpecConfig
-    group: list[RunningRequest]
-    pending: PendingStep
-    # seconds, by `time.perf_counter`; None if something else ran since
-    launched_at: float | None
 
 
 class Engine:
@@ -160,8 +146,6 @@ class Engine:
         eagerly if that fails, and a warning is logged; so it is where memory runs out.
     """
 
-    # when the last one was handed out
-    _collected_at = 0.0
     # whether a call changes the books; an interrupt that nothing undid leaves it so
     _changing = False
 
@@ -218,7 +202,6 @@ class Engine:
         _warn_beyond_training(self.target.model, config)
         drafts = drafts if any(one.num_steps for one in self.configs.all) else NoProposer()
         self.proposer = drafts.make(partial(slot, scales=kv_scales[1]))
-        self._plans_on_host = plans_on_host(self.target, self.draft)
         # of all configs it needs most proposals to start from
         widest = max(self.configs.all, key=lambda one: one.proposals)
         fields = self.proposer.state_fields(widest)
@@ -228,7 +211,7 @@ class Engine:
             self.table, self.configs, self.eos_token_ids, self.detokenize, self.proposer.read_ahead
         )
         self._prefill = Prefill(self.target, self.proposer, self.table, widest)
-        between = self._plans_on_host or options.get("validate") == "debug"
+        between = plans_on_host(self.target, self.draft) or options.get("validate") == "debug"
         cudagraph = cudagraph or ("piecewise" if between else "full")
         steps = StepOptions(record=graphs, cudagraph=cudagraph, recorder=Recorder(), **options)
         sizes = self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name
@@ -238,12 +221,15 @@ class Engine:
         self._decoders = Decoders(
             setup, self.configs.all, self.buckets, own, sampled=sampled, processed=processed
         )
-        # what `metrics` returns, but for what is counted when it is asked for
-        self._totals = EngineMetrics()
-        self._finished: Counter[str] = Counter()
-        self._accept_lens = [0] * (2 + max(one.num_steps for one in self.configs.all))
-        # launched and not handed out: the groups of one step
-        self._steps: list[LaunchedStep] = []
+        self._totals = Totals(max(one.num_steps for one in self.configs.all))
+        self._flight = Flight(
+            self._decoders,
+            self.scheduler,
+            self.configs,
+            self._totals,
+            append=self._append,
+            ranks=self.ranks,
+        )
         self._lock = RLock()
 
     @property
@@ -397,14 +383,12 @@ class Engine:
         """
         with self._change():
             try:
-                if not self._steps:
-                    self._launch(self.scheduler.schedule())
-                following = self._launch_ahead() if ahead else []
-                steps, self._steps = self._steps, following
-                return self._collect(steps)
+                if not self._flight.steps:
+                    self._flight.launch(self.scheduler.schedule())
+                return self._collect(self._flight.take(ahead=ahead))
             except Exception:
                 # the next step hands out what was launched, before anything else can fail
-                self._untimed()
+                self._flight.untimed()
                 raise
             except BaseException:
                 # an interrupt may come when a step is under way and not noted
@@ -431,7 +415,7 @@ class Engine:
         """
         with self._change():
             self.scheduler.drop(result)
-            self._finished["dropped"] += 1
+            self._totals.dropped(1)
 
     def clear(self) -> None:
         """Drop every running request, as `drop` does, and forget those that wait.
@@ -479,15 +463,12 @@ class Engine:
         while a step ends may have some numbers of before and some of after.
         """
         scheduler, table = self.scheduler, self.table
-        return replace(
-            self._totals,
+        return self._totals.metrics(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             free_rows=table.num_free_rows,
             free_slots=table.num_free_slots,
             slots=(table.num_pages - 1) * table.page_size,
-            finished=dict(self._finished),
-            accept_lens=tuple(self._accept_lens),
         )
 
     @contextmanager
@@ -558,14 +539,14 @@ class Engine:
             running, rows = list(self.running), self.table.rows
             try:
                 self._decoders.capture_for(requests)
-                self._untimed()
+                self._flight.untimed()
                 shared = self._run_prompts(items, whole=whole)
             except BaseException:
                 if not self.table.changing:
                     self.scheduler.roll_back(running, rows, results)
                     self._changing = False
                 raise
-            self._count_admitted(items, shared)
+            self._totals.admitted(items, shared)
             return results
 
     def _run_prompts(self, items: Sequence[Item], *, whole: bool) -> int:
@@ -589,88 +570,16 @@ class Engine:
             self.scheduler.remove_ended()
         return shared
 
-    def _launch(self, groups: Groups) -> None:
-        """Launch a step of every group; errors are raised after that."""
-        failed: Exception | None = None
-        for config, group in groups.items():
-            try:
-                self._steps.append(self._launch_group(config, group))
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
-
-    def _launch_ahead(self) -> list[LaunchedStep]:
-        """Launch the step after the one in flight, if both surely fit."""
-        if self._plans_on_host or isinstance(self.proposer, HostProposer) or len(self._steps) != 1:
-            # lengths are planned, or drafts made, after the tokens of the step before
-            return []
-        (step,) = self._steps
-        # a grammar has to know these tokens, and what was kept by an error comes alone
-        if step.launched_at is None or any(one.grammar is not None for one in step.group):
-            return []
-        groups = self.scheduler.schedule_ahead(step.config, step.group)
-        return [self._launch_group(config, group) for config, group in groups.items()]
-
-    def _launch_group(self, config: SpecConfig, group: list[RunningRequest]) -> LaunchedStep:
-        lens = None
-        if self._plans_on_host:
-            lens = torch.tensor([one.length for one in group], dtype=torch.int32)
-        rows = [one.row for one in group]
-        level = max(one.level for one in group)
-        began = time.perf_counter()
-        pending = self._decoders[config].step_async(
-            rows,
-            sampled=level >= Level.SAMPLED,
-            processed=level >= Level.PROCESSED,
-            seq_lens_cpu=lens,
-            grammars=[one.grammar for one in group] if level is Level.CONSTRAINED else None,
-            trees=self._trees(config, group),
-        )
-        return LaunchedStep(config, group, pending, began)
-
-    def _trees(self, config: SpecConfig, group: list[RunningRequest]) -> list[HostTree] | None:
-        """Ask a proposer on the host, rank 0's for all."""
-        proposer = self.proposer
-        if not isinstance(proposer, HostProposer) or not config.num_steps:
-            return None
-        name = f"what {type(proposer).__name__}.draft returns"
-        return decide(
-            self.ranks, lambda: listed(name, proposer.draft(tuple(group), config), "HostTree")
-        )
-
     def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
         """Hand out what steps gained; requests that had ended before get nothing."""
         try:
-            return list(chain.from_iterable(map(self._collect_group, steps)))
+            return self._flight.collect(steps)
         except Exception:
             # nobody can go on without tokens that were lost
             self._drop_all(table=False)
             raise
         finally:
             self.scheduler.remove_ended()
-
-    def _collect_group(self, step: LaunchedStep) -> list[Gain]:
-        gained = step.pending.wait()
-        self._count_step(step.config, len(gained))
-        now, began = time.perf_counter(), step.launched_at
-        # a step that was launched ahead began when the one before it ended
-        seconds = None if began is None else now - max(began, self._collected_at)
-        self._collected_at = now
-        counts, gains = [0] * len(gained), []
-        for at, (one, tokens) in enumerate(zip(step.group, gained, strict=True)):
-            if one.result.finish_reason:  # it had ended, and rode along
-                continue
-            one.length += len(tokens)
-            # -1 comes last, if at all
-            counts[at] = len(tokens) - (bool(tokens) and tokens[-1] < 0)
-            kept = self._append(one, tokens, partial(step.pending.logprobs, at))
-            one.result.accept_lens.append(len(kept))
-            self._accept_lens[len(kept)] += 1
-            self._count(one.result, len(kept))
-            gains.append((one.result, kept))
-        self.configs.count(step.config, counts, sum(len(kept) for _, kept in gains), seconds)
-        return gains
 
     def _append(
         self,
@@ -689,35 +598,10 @@ class Engine:
                 result.finish_reason = "blocked"
         return kept
 
-    def _count_admitted(self, items: Sequence[Item], shared: int) -> None:
-        self._totals.shared_tokens += shared
-        for request, result in items:
-            self._totals.prompt_tokens += len(request.prompt)
-            self._count(result, len(result.tokens))
-
-    def _count_step(self, config: SpecConfig, batch: int) -> None:
-        self._totals.verify_steps += 1
-        if config.num_steps:
-            self._totals.draft_steps += 1
-            self._totals.drafts += batch
-            self._totals.draft_tokens += batch * (config.num_draft_tokens - 1)
-
-    def _count(self, result: RequestOutput, gained: int) -> None:
-        """Count tokens that a request was given, and its end."""
-        self._totals.generated_tokens += gained
-        if result.finish_reason:
-            self._finished[result.finish_reason] += 1
-
-    def _untimed(self) -> None:
-        """Note that something else runs before the next step is collected."""
-        for step in self._steps:
-            step.launched_at = None
-
     def _drop_all(self, *, table: bool) -> None:
         """Drop every request, and wait for what is in flight; see `Scheduler.clear`."""
-        self._steps = []
-        if dropped := self.scheduler.clear(table=table):
-            self._finished["dropped"] += dropped
+        self._flight.steps = []
+        self._totals.dropped(self.scheduler.clear(table=table))
         # a wait that was interrupted has left its step in flight, and may be again
         for decoder in self._decoders.values():
             decoder.settle()

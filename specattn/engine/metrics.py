@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specattn.config import SpecConfig
+    from specattn.engine.request import RequestOutput
+    from specattn.engine.scheduler import Item
 
 
 @dataclass
@@ -55,3 +64,48 @@ class EngineMetrics:
     def accepted_by_position(self) -> tuple[int, ...]:
         """Steps of requests that kept at least 1, 2, ... draft tokens."""
         return tuple(sum(self.accept_lens[at:]) for at in range(2, len(self.accept_lens)))
+
+
+class Totals:
+    """What an engine counts; its steps draft up to ``most`` tokens deep."""
+
+    def __init__(self, most: int) -> None:
+        self._counted = EngineMetrics()
+        self._finished: Counter[str] = Counter()
+        self._accept_lens = [0] * (2 + most)
+
+    def metrics(self, **now: int) -> EngineMetrics:
+        """Return a copy, with what the engine holds ``now``."""
+        finished, accept_lens = dict(self._finished), tuple(self._accept_lens)
+        return replace(self._counted, finished=finished, accept_lens=accept_lens, **now)
+
+    def admitted(self, items: Sequence[Item], shared: int) -> None:
+        """Count prompts that ran, and tokens of theirs that others had run."""
+        self._counted.shared_tokens += shared
+        for request, result in items:
+            self._counted.prompt_tokens += len(request.prompt)
+            self._given(result, len(result.tokens))
+
+    def stepped(self, config: SpecConfig, batch: int) -> None:
+        """Count a step of a batch."""
+        self._counted.verify_steps += 1
+        if config.num_steps:
+            self._counted.draft_steps += 1
+            self._counted.drafts += batch
+            self._counted.draft_tokens += batch * (config.num_draft_tokens - 1)
+
+    def kept(self, result: RequestOutput, count: int) -> None:
+        """Count what a request gained in a step."""
+        self._accept_lens[count] += 1
+        self._given(result, count)
+
+    def dropped(self, count: int) -> None:
+        """Count requests that were dropped."""
+        if count:
+            self._finished["dropped"] += count
+
+    def _given(self, result: RequestOutput, count: int) -> None:
+        """Count tokens that a request was given, and its end."""
+        self._counted.generated_tokens += count
+        if result.finish_reason:
+            self._finished[result.finish_reason] += 1

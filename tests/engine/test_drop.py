@@ -75,7 +75,9 @@ def test_whoever_is_dropped_the_others_texts_stay_exact(models, greedy, options,
         for item in list(running):
             live = not item[1].finish_reason
             if live and rng.random() < 0.1:
-                riding += any(one.result is item[1] for step in run._steps for one in step.group)
+                riding += any(
+                    one.result is item[1] for step in run._flight.steps for one in step.group
+                )
                 run.drop(item[1])
                 dropped += 1
                 assert item[1].finish_reason == "dropped"

@@ -335,7 +335,8 @@ def test_what_the_engine_raises_reaches_every_consumer(models, expected, monkeyp
     """Those that wait as well, on threads and in asyncio; then it serves others."""
     engine = make(models)
     held = Patched(monkeypatch, engine, "_admit_waiting")
-    fails = Patched(monkeypatch, engine, name, at, RuntimeError("the device is lost"))
+    owner = engine if hasattr(engine, name) else engine._flight
+    fails = Patched(monkeypatch, owner, name, at, RuntimeError("the device is lost"))
     fails.go()
 
     async def read(stream):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, StopStringCriteria
 
 import specattn
 from specattn import SpecConfig
-from specattn.engine.engine import Engine
+from specattn.engine.flight import Flight
 from specattn.models.hub import PAIR
 from tests.integrations.test_transformers import Streamed, build, prompts
 from tests.regressions.known import Known
@@ -27,13 +27,13 @@ NEW, PAD = 14, 0
 @pytest.fixture
 def runs(monkeypatch) -> list[int]:
     """How many tokens requests gain in their steps, as they come."""
-    gained, collect = [], Engine._collect_group
+    gained, collect = [], Flight._collect_group
 
-    def spy(run, step):
+    def spy(flight, step):
         gained.extend(map(len, step.pending.wait()))
-        return collect(run, step)
+        return collect(flight, step)
 
-    monkeypatch.setattr(Engine, "_collect_group", spy)
+    monkeypatch.setattr(Flight, "_collect_group", spy)
     return gained
 
 

@@ -10,6 +10,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
+from specattn.engine.flight import Flight
 from specattn.errors import CaptureError
 from specattn.speculative import step_decoder
 from specattn.speculative.host_proposer import HostProposer, HostTree
@@ -213,16 +214,16 @@ def test_what_was_asked_for_at_once_raises(monkeypatch, options):
 @pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
 def test_a_group_that_cannot_be_launched_keeps_no_other_from_its_step(monkeypatch, ahead, first):
     """Its error is raised when the others are on their way; the next step hands those out."""
-    run, launch = engine(), Engine._launch_group
+    run, launch = engine(), Flight._launch_group
     results = run.add([LONG, SHORT])
     told = {id(result): list(result.tokens) for result in results}
     plain = run.config.plain()
     broken_one = plain if first else run.config
 
-    def fail(engine, config, group):
+    def fail(flight, config, group):
         if config == broken_one:
             raise ValueError("no such luck")
-        return launch(engine, config, group)
+        return launch(flight, config, group)
 
     def step(ahead: bool = ahead) -> None:
         for result, new in run.step(ahead=ahead):
@@ -233,7 +234,7 @@ def test_a_group_that_cannot_be_launched_keeps_no_other_from_its_step(monkeypatc
     step(ahead=False)  # nothing is in flight now
     assert set(run.scheduler.schedule()) == {run.config, plain}
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_launch_group", fail)
+        patch.setattr(Flight, "_launch_group", fail)
         going, stuck = results[::-1] if first else results
         before = len(stuck.tokens)
         for _ in range(2):
@@ -250,15 +251,15 @@ def test_a_group_that_cannot_be_launched_keeps_no_other_from_its_step(monkeypatc
 
 
 def test_a_step_ahead_that_cannot_be_launched_keeps_no_tokens_back(monkeypatch):
-    run, launch = engine(), Engine._launch_group
+    run, launch = engine(), Flight._launch_group
     (result,) = run.add([SHORT])
 
-    def fail(engine, config, group):
-        if engine._steps:
+    def fail(flight, config, group):
+        if flight.steps:
             raise ValueError("no such luck")
-        return launch(engine, config, group)
+        return launch(flight, config, group)
 
-    monkeypatch.setattr(Engine, "_launch_group", fail)
+    monkeypatch.setattr(Flight, "_launch_group", fail)
     while run.num_running:
         had = len(result.tokens)
         with pytest.raises(ValueError, match="no such luck"):

@@ -115,14 +115,14 @@ def test_a_group_that_fails_costs_the_others_no_tokens(engine, monkeypatch):
     """Near its context a request steps in a group of its own, and the other group may fail."""
     prompt = [9] * 60
     near, far = engine.add([Request(prompt, max_new_tokens=30), Request([5, 6, 7])])
-    whole, told = engine._launch_group, list(near.tokens)
+    whole, told = engine._flight._launch_group, list(near.tokens)
 
     def far_fails(config, group):
         if config == engine.config:
             raise RuntimeError("no more")
         return whole(config, group)
 
-    monkeypatch.setattr(engine, "_launch_group", far_fails)
+    monkeypatch.setattr(engine._flight, "_launch_group", far_fails)
     while not near.finish_reason:
         with pytest.raises(RuntimeError, match="no more"):
             engine.step()

@@ -1,0 +1,178 @@
+"""The steps of an engine that are on their way."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from specattn.checks import listed
+from specattn.engine.ranks import decide
+from specattn.speculative.host_proposer import HostProposer
+from specattn.speculative.level import Level
+from specattn.speculative.step_setup import plans_on_host
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from specattn.config import SpecConfig
+    from specattn.engine.configs import SpeculativeConfigs
+    from specattn.engine.decoders import Decoders
+    from specattn.engine.metrics import Totals
+    from specattn.engine.request import RequestOutput, RunningRequest
+    from specattn.engine.scheduler import Groups, Scheduler
+    from specattn.speculative.host_buffers import PendingStep, TokenLogprobs
+    from specattn.speculative.host_proposer import HostTree
+
+    Scored = Callable[[int], list[TokenLogprobs]] | None
+    Append = Callable[[RunningRequest, list[int], Scored], list[int]]
+    Gain = tuple[RequestOutput, list[int]]
+
+
+@dataclass(eq=False)
+class LaunchedStep:
+    """A step of one group of requests that is on its way."""
+
+    config: SpecConfig
+    group: list[RunningRequest]
+    pending: PendingStep
+    # seconds, by `time.perf_counter`; None if something else ran since
+    launched_at: float | None
+
+
+class Flight:
+    """Launches the steps of an engine, and hands out what they gain.
+
+    Parameters
+    ----------
+    decoders : Decoders
+        By config.
+    scheduler : Scheduler
+        Says who steps next.
+    configs : SpeculativeConfigs
+        Told what steps gained, and how long they took.
+    totals : Totals
+        What the engine counts.
+    append : callable
+        Appends a request's new tokens to its output; returns those up to its end.
+    ranks : ProcessGroup or None
+        Those that make the same steps.
+
+    Attributes
+    ----------
+    steps : list of LaunchedStep
+        Launched and not handed out: the groups of one step.
+    """
+
+    def __init__(
+        self,
+        decoders: Decoders,
+        scheduler: Scheduler,
+        configs: SpeculativeConfigs,
+        totals: Totals,
+        *,
+        append: Append,
+        ranks: ProcessGroup | None,
+    ) -> None:
+        self.steps: list[LaunchedStep] = []
+        self._decoders, self._scheduler, self._configs = decoders, scheduler, configs
+        self._totals, self._append, self._ranks = totals, append, ranks
+        self._plans_on_host = plans_on_host(*decoders.setup.slots)
+        # when the last one was handed out
+        self._collected_at = 0.0
+
+    def launch(self, groups: Groups) -> None:
+        """Launch a step of every group; errors are raised after that."""
+        failed: Exception | None = None
+        for config, group in groups.items():
+            try:
+                self.steps.append(self._launch_group(config, group))
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def take(self, *, ahead: bool) -> list[LaunchedStep]:
+        """Return the steps to collect; launch the next ones first if ``ahead``."""
+        following = self._launch_ahead() if ahead else []
+        steps, self.steps = self.steps, following
+        return steps
+
+    def collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
+        """Wait for steps; return who gained what.
+
+        Who had ended before gets nothing.
+        """
+        return list(chain.from_iterable(map(self._collect_group, steps)))
+
+    def untimed(self) -> None:
+        """Note that something else runs before the next step is collected."""
+        for step in self.steps:
+            step.launched_at = None
+
+    def _launch_ahead(self) -> list[LaunchedStep]:
+        """Launch the step after the one in flight, if both surely fit."""
+        by_host = isinstance(self._decoders.setup.proposer, HostProposer)
+        if self._plans_on_host or by_host or len(self.steps) != 1:
+            # lengths are planned, or drafts made, after the tokens of the step before
+            return []
+        (step,) = self.steps
+        # a grammar has to know these tokens, and what was kept by an error comes alone
+        if step.launched_at is None or any(one.grammar is not None for one in step.group):
+            return []
+        groups = self._scheduler.schedule_ahead(step.config, step.group)
+        return [self._launch_group(config, group) for config, group in groups.items()]
+
+    def _launch_group(self, config: SpecConfig, group: list[RunningRequest]) -> LaunchedStep:
+        lens = None
+        if self._plans_on_host:
+            lens = torch.tensor([one.length for one in group], dtype=torch.int32)
+        rows = [one.row for one in group]
+        level = max(one.level for one in group)
+        began = time.perf_counter()
+        pending = self._decoders[config].step_async(
+            rows,
+            sampled=level >= Level.SAMPLED,
+            processed=level >= Level.PROCESSED,
+            seq_lens_cpu=lens,
+            grammars=[one.grammar for one in group] if level is Level.CONSTRAINED else None,
+            trees=self._trees(config, group),
+        )
+        return LaunchedStep(config, group, pending, began)
+
+    def _trees(self, config: SpecConfig, group: list[RunningRequest]) -> list[HostTree] | None:
+        """Ask a proposer on the host, rank 0's for all."""
+        proposer = self._decoders.setup.proposer
+        if not isinstance(proposer, HostProposer) or not config.num_steps:
+            return None
+        name = f"what {type(proposer).__name__}.draft returns"
+        return decide(
+            self._ranks, lambda: listed(name, proposer.draft(tuple(group), config), "HostTree")
+        )
+
+    def _collect_group(self, step: LaunchedStep) -> list[Gain]:
+        gained = step.pending.wait()
+        self._totals.stepped(step.config, len(gained))
+        now, began = time.perf_counter(), step.launched_at
+        # a step that was launched ahead began when the one before it ended
+        seconds = None if began is None else now - max(began, self._collected_at)
+        self._collected_at = now
+        counts, gains = [0] * len(gained), []
+        for at, (one, tokens) in enumerate(zip(step.group, gained, strict=True)):
+            if one.result.finish_reason:  # it had ended, and rode along
+                continue
+            one.length += len(tokens)
+            # -1 comes last, if at all
+            counts[at] = len(tokens) - (bool(tokens) and tokens[-1] < 0)
+            kept = self._append(one, tokens, partial(step.pending.logprobs, at))
+            one.result.accept_lens.append(len(kept))
+            self._totals.kept(one.result, len(kept))
+            gains.append((one.result, kept))
+        self._configs.count(step.config, counts, sum(len(kept) for _, kept in gains), seconds)
+        return gains
