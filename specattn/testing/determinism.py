@@ -37,8 +37,10 @@ def picked(case: Case, requests: list[int], *, pads: int = 0, seed: int = 0) -> 
     args = {n: _padded(tensor[at], pads) for n, tensor in a.items() if n != "req_to_token"}
     args["tail_slots"] = _padded(moved[a["tail_slots"][at].long()], pads)
     args["req_pool_indices"] = _padded(rows, pads)
+    k_cache, v_cache = case.k_cache[order], case.v_cache[order]
     if pads:
-        # a padded row sees itself
+        # a padded row sees itself, as its forward has stored it
+        k_cache[0], v_cache[0] = 1, 1
         own = torch.arange(tail - q_len, tail, device=device)
         row, word = torch.arange(q_len, device=device), own // 64
         args["tail_words"][len(requests) :, row, word] = 1 << own % 64
@@ -46,8 +48,8 @@ def picked(case: Case, requests: list[int], *, pads: int = 0, seed: int = 0) -> 
     return replace(
         case,
         q=q,
-        k_cache=case.k_cache[order],
-        v_cache=case.v_cache[order],
+        k_cache=k_cache,
+        v_cache=v_cache,
         out=q.new_empty(*q.shape[:2], case.out.shape[2]),
         lse=case.lse.new_empty(q.shape[:2]),
         args=args | {"req_to_token": table},
