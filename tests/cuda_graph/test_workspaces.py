@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -68,12 +69,16 @@ def test_recorders_that_are_gone_leave_no_memory():
 
 
 def test_no_product_runs_where_graphs_begin():
-    streams = []
+    streams, numbers = [], torch.zeros(2, device="cuda")
 
     def step() -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        here = lambda: streams.append(torch.cuda.current_stream())  # noqa: E731
-        side_by_side(device, here, here)
+
+        def here(at: int) -> None:
+            streams.append(torch.cuda.current_stream())
+            numbers[at].add_(1)
+
+        side_by_side(device, partial(here, 0), partial(here, 1))
 
     Recorder().record(step)
     device = torch.cuda.current_device()

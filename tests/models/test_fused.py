@@ -312,5 +312,5 @@ def test_on_the_gpu(tiny, tmp_path, kind, norms) -> None:
         with torch.no_grad():
             logits = exact(ids).logits[0, len(prompt) - 1 : -1]
         lost = logits.max(-1).values - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
-        # bfloat16 may prefer another of two nearly equal tokens
-        assert float(lost.max()) < 0.1 * float(logits.std()), lost
+        # bfloat16 may prefer another of two nearly equal tokens, or experts
+        assert float(lost.max()) < (0.3 if experts else 0.1) * float(logits.std()), lost
