@@ -13,8 +13,12 @@ from specattn.kernels.attention import (
     plain,
 )
 from specattn.kernels.mla import MlaAttention, mla_extend
+from specattn.testing.oracle import unwritten
+from tests.oracle import check
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tests.oracle import Case
 
 NAIVE = {
@@ -148,3 +152,23 @@ def run_extend(case: Case, *, lse: bool = True, **options: Any) -> None:
         **settings,
         **options,
     )
+
+
+def check_first_has_none(case: Case, expected: tuple[Tensor, Tensor], *, requests: int) -> None:
+    """Attend in every way; the first request of so many gets no numbers, the others theirs."""
+    rows = len(case.q) // requests
+    for call in (
+        lambda: run_naive(case),
+        lambda: attend(make_kernel(case), case),
+        lambda: attend(make_kernel(case, ctas=8), case),
+    ):
+        case.clear()
+        call()
+        # clearing fills with a NaN of its own
+        assert not unwritten(case.out).any()
+        assert case.out[:rows].isnan().all()
+        assert case.lse[:rows].isnan().all()
+        # beside numbers for those that have none
+        case.out[:rows] = expected[0][:rows].to(case.out)
+        case.lse[:rows] = expected[1][:rows].to(case.lse)
+        check(case, expected)
