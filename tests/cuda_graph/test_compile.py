@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 
 import pytest
 import torch
@@ -91,6 +93,25 @@ def test_the_first_bucket_decides_about_the_others(
     assert notes == ran
     assert not one.captured(Mode.DRAFT)
     assert not one.reports()
+
+
+def test_all_that_runs_is_surrounded_as_captures_are(
+    monkeypatch: pytest.MonkeyPatch, notes: list[tuple[str, str, int]]
+) -> None:
+    @contextmanager
+    def around() -> Iterator[None]:
+        notes.append(("enter", "", 0))
+        yield
+        notes.append(("leave", "", 0))
+
+    monkeypatch.setattr(runner, "ahead", Compiling(5))
+    make = partial(Noting, notes=notes)
+    GraphRunner(make, [1, 3], CPU, capturing=around).compile(list(Mode))
+    depth = 0
+    for what, *_ in notes:
+        depth += {"enter": 1, "leave": -1}.get(what, 0)
+        assert depth == (0 if what == "leave" else 1)
+    assert [note for note in notes if note[0] in ("pad", "run")] == FIRST + REST
 
 
 def test_nothing_to_capture_compiles_nothing(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from specattn.cuda_graph import GraphRunner
 from specattn.errors import CaptureError
 from specattn.speculative.step_decoder import StepDecoder
 from tests.speculative.stepping import admitted, engine
@@ -37,6 +38,12 @@ class Surroundings:
             self.left.append(error)
         if self.fails_at_the_end:
             raise RuntimeError("not registered")
+
+
+@pytest.fixture(autouse=True)
+def captures_alone(monkeypatch):
+    """What compiles before them is surrounded, too; see tests/cuda_graph/test_compile.py."""
+    monkeypatch.setattr(GraphRunner, "compile", lambda runner, modes: None)
 
 
 def decoder_of(run, monkeypatch, around: Surroundings, **options) -> tuple[StepDecoder, list[bool]]:

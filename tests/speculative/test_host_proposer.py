@@ -323,7 +323,7 @@ def test_the_first_rank_drafts_for_all(target, expected, guesses, monkeypatch):
         decided.append(choose)
         return [HostTree(expected[0][1:5])]
 
-    monkeypatch.setattr("specattn.engine.engine.decide", decide)
+    monkeypatch.setattr("specattn.engine.flight.decide", decide)
     (result,) = run.add([Request(PROMPTS[0], 9)])
     run.step()
     assert result.accept_lens == [5]
