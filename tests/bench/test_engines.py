@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import shutil
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
-from bench.engines import cells, report, serving
+from bench.compat import PINS
+from bench.engines import cells, make_bundle, report, serving
 from bench.engines.cells import FUSED, OWN, PLACES, SETTINGS, STEPS, WARM, Job
 from bench.engines.child import Turn
 from bench.engines.decode_log import intervals, steady, summary
@@ -316,3 +321,87 @@ def test_a_side_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
 def test_table_of_a_loaded_server():
     line = dict.fromkeys(serving.COLUMNS, 2.0) | {"side": "fa3", "setting": "tree", "clients": 8}
     assert serving.table([line]).splitlines()[-1].startswith("| tree | 8 | fa3 | 2.0 |")
+
+
+@pytest.mark.parametrize("name", make_bundle.RELEASES)
+def test_a_bundle_is_what_its_release_pins(name):
+    release, pins = make_bundle.RELEASES[name], PINS[f"sglang=={name}"]
+    assert pins["torch"].startswith(release.torch)
+    assert release.wheels["sglang"] == name
+    # else the machine's own transformers is used
+    packed = [one for one in release.needs if one.startswith("transformers")]
+    assert packed in ([], [f"transformers=={pins['transformers']}"])
+
+
+def test_a_bundle_is_built_with_its_own_torch(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(make_bundle.torch, "__version__", "2.11.0+cu130")
+    monkeypatch.setattr(make_bundle, "CACHE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["make_bundle", "--out", "x", "--sglang", "0.5.23"])
+    with pytest.raises(SystemExit):
+        make_bundle.main()
+    assert "SGLang 0.5.23 needs torch 2.14.1, not 2.11.0+cu130" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("size", "folders"), [(5000, [""]), (2000, ["00", "01", "02"])])
+def test_parts_of_a_bundle(tmp_path, size, folders):
+    whole, text = tmp_path / "site.tar.xz", os.urandom(5000)
+    whole.write_bytes(text)
+    parts = make_bundle.split(whole, size)
+    assert [path.parent for path in parts] == [tmp_path / folder for folder in folders]
+    assert max(path.stat().st_size for path in parts) <= size
+    # as they lie in one folder
+    assert b"".join(path.read_bytes() for path in sorted(parts, key=lambda p: p.name)) == text
+    assert [path.parent for path in tmp_path.rglob("env.sh")] == [parts[0].parent]
+    assert not whole.exists()
+
+
+@pytest.mark.skipif(not shutil.which("xz"), reason="needs xz")
+def test_a_bundle_is_unpacked_from_its_parts(tmp_path):
+    site, out, there = (tmp_path / name for name in ("site", "out", "there"))
+    (site / "packed").mkdir(parents=True)
+    there.mkdir()
+    # nothing that xz makes smaller than two parts
+    (site / "packed" / "data").write_bytes(os.urandom(3 << 19))
+    (site / "packed" / "__init__.py").write_text("")
+    make_bundle.pack(site, out, 1)
+    make_bundle.pack(site, out, 1)
+    parts = sorted(out.glob("*/site.tar.xz.*"))
+    assert len(parts) == 2
+    for path in (*parts, out / "00" / "env.sh"):
+        shutil.copy(path, there)
+    told = os.environ | {"SGL_SITE": str(tmp_path / "unpacked"), "PYTHONPATH": "/newer/torch"}
+    root = Path(make_bundle.__file__).parents[2]
+    found = subprocess.run(
+        ["bash", "-c", f"source {there}/env.sh && echo $PYTHONPATH"],
+        cwd=root,
+        env=told,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout == f"{root}:{tmp_path}/unpacked:/newer/torch\n"
+    unpacked = tmp_path / "unpacked" / "packed" / "data"
+    assert unpacked.read_bytes() == (site / "packed" / "data").read_bytes()
+    (entries,) = (tmp_path / "unpacked").glob("specattn-*.dist-info/entry_points.txt")
+    assert "[sglang.srt.plugins]" in entries.read_text()
+
+
+def test_kernels_are_found_by_name(tmp_path):
+    """Whatever compiler the other machine has; what is not there is looked up as before."""
+    site, work = tmp_path / "site", tmp_path / "work"
+    cache = site / "sglang" / "kernels" / "jit" / "utils" / "compile" / "cache.py"
+    cache.parent.mkdir(parents=True)
+    cache.write_text(
+        "import pathlib\n\n\ndef find_prebuilt(*, scope, module_name):\n"
+        "    return scope, module_name\n"
+    )
+    built = work / "jit" / "sm90a" / "one" / "build-1" / "deps-2" / "one.so"
+    built.parent.mkdir(parents=True)
+    built.write_text("code")
+    make_bundle.give_built(work, site)
+    module = runpy.run_path(str(cache))
+    found = module["find_prebuilt"](scope="scope", module_name="one")
+    assert found == site / "jit" / "one" / "one.so"
+    assert found.read_text() == "code"
+    assert module["find_prebuilt"](scope="scope", module_name="two") == ("scope", "two")
