@@ -16,22 +16,27 @@ from torch import Tensor, nn
 from specattn.errors import UnsupportedError
 from specattn.kernels.fused.stream import ready
 from specattn.models import Eagle3Head, FusedTarget
-from specattn.models.fused.block import Block, GatedFeed, RotaryTable
+from specattn.models.fused.block import Block, Feed, GatedFeed, RotaryTable
+from specattn.models.fused.family import FAMILIES, Family
 from specattn.models.fused.projection import Projection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from specattn.config import AttnConfig
 
-#: SGLang's classes, by module. One that derives from them may compute something else.
-TARGETS = (
-    "llama.LlamaForCausalLM",
-    "mistral.MistralForCausalLM",
-    "qwen2.Qwen2ForCausalLM",
-    "qwen3.Qwen3ForCausalLM",
-)
-HEADS = ("llama_eagle3.LlamaForCausalLMEagle3",)
+#: The families of SGLang's classes, by module. One that derives from them may compute something
+#: else.
+TARGETS = {
+    "llama.LlamaForCausalLM": FAMILIES["llama"],
+    "mistral.MistralForCausalLM": FAMILIES["mistral"],
+    "qwen2.Qwen2ForCausalLM": FAMILIES["qwen2"],
+    "qwen3.Qwen3ForCausalLM": FAMILIES["qwen3"],
+    "qwen3_moe.Qwen3MoeForCausalLM": FAMILIES["qwen3_moe"],
+}
+HEADS = {"llama_eagle3.LlamaForCausalLMEagle3": FAMILIES["llama"]}
+#: Feed-forward parts that run as they are; they add up over ranks by themselves.
+EXPERTS = ("Qwen3MoeSparseMoeBlock",)
 #: Rotations whose angles depend on the position alone.
 ROTATIONS = (
     "RotaryEmbedding",
@@ -40,6 +45,18 @@ ROTATIONS = (
     "YaRNScalingRotaryEmbedding",
 )
 _UNQUANTISED = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """A layer's experts, SGLang's own module, which adds up over ranks."""
+
+    module: Any
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Feed ``x [T, H]`` forward; returns ``parts [1, T, H]``."""
+        found: Tensor = self.module(x)
+        return found[None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +172,7 @@ def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block
     tables: dict[int, SGLangAngles] = {}
     found = []
     for part, geometry in zip(modules, layers, strict=True):
-        attention, mlp, rotary = part.self_attn, part.mlp, part.self_attn.rotary_emb
+        attention, rotary = part.self_attn, part.self_attn.rotary_emb
         norms = None
         if hasattr(attention, "q_norm"):
             norms = attention.q_norm.weight, attention.k_norm.weight
@@ -171,12 +188,17 @@ def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block
                 post_norm=part.post_attention_layernorm.weight,
                 qkv=projection_of(attention.qkv_proj),
                 o=_summed(attention.o_proj),
-                feed=GatedFeed(
-                    gate_up=projection_of(mlp.gate_up_proj), down=_summed(mlp.down_proj)
-                ),
+                feed=_feed(part.mlp),
             )
         )
     return tuple(found)
+
+
+def _feed(mlp: Any) -> Feed:
+    """Return a layer's feed-forward part."""
+    if type(mlp).__name__ in EXPERTS:
+        return Experts(mlp)
+    return GatedFeed(gate_up=projection_of(mlp.gate_up_proj), down=_summed(mlp.down_proj))
 
 
 def projection_of(module: Any) -> Projection:
@@ -222,7 +244,7 @@ def _vocabulary(model: Any) -> Projection:
     return Projection(weight[:size])
 
 
-def _refuse(model: Any, known: tuple[str, ...], layers: Sequence[AttnConfig]) -> None:
+def _refuse(model: Any, known: Mapping[str, Family], layers: Sequence[AttnConfig]) -> None:
     """Raise an UnsupportedError for a model that the kernels do not compute."""
     kind = f"{type(model).__module__.removeprefix('sglang.srt.models.')}.{type(model).__name__}"
     if kind not in known:
@@ -231,6 +253,7 @@ def _refuse(model: Any, known: tuple[str, ...], layers: Sequence[AttnConfig]) ->
         found = list(_model_reasons(model, len(layers)))
         for part, geometry in zip(model.model.layers, layers, strict=False):
             found += _layer_reasons(part, geometry, model.config)
+            found += _feed_reasons(part.mlp, known[kind], model.config)
     if found:
         raise UnsupportedError("fused forwards over SGLang's weights", list(dict.fromkeys(found)))
 
@@ -257,7 +280,7 @@ def _model_reasons(model: Any, count: int) -> Iterator[str]:
 
 def _layer_reasons(part: Any, geometry: AttnConfig, config: Any) -> Iterator[str]:
     """Say what a layer computes that the kernels do not."""
-    attention, mlp, rotary = part.self_attn, part.mlp, part.self_attn.rotary_emb
+    attention, rotary = part.self_attn, part.self_attn.rotary_emb
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield from _odd(name, getattr(part, name), "RMSNorm")
     for name in ("q_norm", "k_norm"):
@@ -265,14 +288,24 @@ def _layer_reasons(part: Any, geometry: AttnConfig, config: Any) -> Iterator[str
             yield from _odd(name, getattr(attention, name), "RMSNorm")
     yield from _odd("qkv_proj", attention.qkv_proj, "QKVParallelLinear")
     yield from _odd("o_proj", attention.o_proj, "RowParallelLinear")
-    yield from _odd("gate_up_proj", mlp.gate_up_proj, "MergedColumnParallelLinear")
-    yield from _odd("down_proj", mlp.down_proj, "RowParallelLinear")
     yield from _odd("rotary_emb", rotary, *ROTATIONS)
     if not rotary.is_neox_style or rotary.rotary_dim != geometry.head_dim:
         yield "the rotation is not that of two halves of a head"
-    share = geometry.num_qo_heads * _ranks(), len(mlp.gate_up_proj.weight) * _ranks()
-    if share != (config.num_attention_heads, 2 * config.intermediate_size):
-        yield "heads and columns are not this rank's share of the model's"
+    if geometry.num_qo_heads * _ranks() != config.num_attention_heads:
+        yield "heads are not this rank's share of the model's"
+
+
+def _feed_reasons(mlp: Any, family: Family, config: Any) -> Iterator[str]:
+    """Say what a feed-forward part computes that the kernels do not."""
+    if family.experts and type(mlp).__name__ in EXPERTS:
+        return
+    if not hasattr(mlp, "gate_up_proj"):
+        yield f"mlp is a {type(mlp).__name__}"
+        return
+    yield from _odd("gate_up_proj", mlp.gate_up_proj, "MergedColumnParallelLinear")
+    yield from _odd("down_proj", mlp.down_proj, "RowParallelLinear")
+    if len(mlp.gate_up_proj.weight) * _ranks() != 2 * config.intermediate_size:
+        yield "columns are not this rank's share of the model's"
 
 
 def _odd(name: str, part: Any, *kinds: str) -> Iterator[str]:

@@ -32,6 +32,7 @@ CLASSES = {
     "mistral": "mistral.MistralForCausalLM",
     "qwen2": "qwen2.Qwen2ForCausalLM",
     "qwen3": "qwen3.Qwen3ForCausalLM",
+    "qwen3_moe": "qwen3_moe.Qwen3MoeForCausalLM",
     "eagle3": "llama_eagle3.LlamaForCausalLMEagle3",
 }
 
@@ -89,6 +90,8 @@ class Dense(AttentionBackend):
     def __init__(self, attend: DenseAttend) -> None:
         super().__init__()
         self.attend = attend
+        # some models ask whether it is of a kind that their kernels store into
+        self.token_to_kv_pool = None
 
     def forward(self, q: Any, k: Any, v: Any, layer: Any, *_: Any, **options: Any) -> torch.Tensor:
         config = self.attend.layers[layer.layer_id]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specattn.errors import UnsupportedError
+from specattn.models.fused.block import GatedFeed
 from tests.integrations.sglang import INSTALLED
 
 if INSTALLED:
@@ -22,6 +23,7 @@ IDS = torch.tensor([5, 17, 3, 99, 42, 8, 61, 5, 5])
 POSITIONS = torch.arange(40, 49)
 CLOSE = {torch.float32: 3e-6, torch.float16: 1e-2}
 ODD = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -39,7 +41,9 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def weights_of(block):
-    products = block.qkv, block.o, block.feed.gate_up, block.feed.down
+    products = [block.qkv, block.o]
+    if isinstance(block.feed, GatedFeed):
+        products += [block.feed.gate_up, block.feed.down]
     return [block.input_norm, block.post_norm, *(one.weight for one in products)]
 
 
@@ -53,6 +57,7 @@ def weights_of(block):
         ("qwen2", {}),
         ("qwen2", ODD | {"tie_word_embeddings": True}),
         ("qwen3", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+        ("qwen3_moe", EXPERTS),
     ],
 )
 def test_a_target_is_sglangs_over_the_same_weights(kind, changes, dtype) -> None:
@@ -60,6 +65,9 @@ def test_a_target_is_sglangs_over_the_same_weights(kind, changes, dtype) -> None
     layers = geometry(model, dtype)
     if kind != "mistral":
         model.capture_aux_hidden_states, model.model.layers_to_capture = True, [2, 1]
+    if kind == "qwen3_moe":
+        # its layers know
+        model.model.set_eagle3_layers_to_capture([2, 1])
     target = fused_target(model, layers, max_context_len=128, eos_token_ids=frozenset({2}))
     assert (target.vocab_size, target.eos_token_ids) == (101, {2})
     # what SGLang writes into its weights, the fused forward reads
@@ -140,7 +148,7 @@ def test_changed_modules_are_refused_by_name() -> None:
 
     model = build("qwen2", torch.float32)
     half = [replace(one, num_qo_heads=2) for one in geometry(model, torch.float32)]
-    assert refusal(half).endswith("heads and columns are not this rank's share of the model's")
+    assert refusal(half).endswith("heads are not this rank's share of the model's")
     layer = model.model.layers[1]
     plain = layer.mlp.down_proj
     layer.mlp.down_proj = torch.nn.Linear(96, 64, bias=False)
