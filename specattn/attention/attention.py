@@ -231,7 +231,7 @@ class Attention(Layers):
         if (grown := torch.cuda.memory_allocated(self.device) - before) > 0:
             log.info("specattn: %.1f MiB for %s", grown / 2**20, what)
 
-    def prompts(
+    def prompts(  # noqa: PLR0913 - as its docstring says
         self,
         rows: Tensor,
         prefix_lens: Tensor,

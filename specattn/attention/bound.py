@@ -121,7 +121,7 @@ class BoundLayers(CompositeAttention):
         for bound in self._bound.values():
             bound.schedule(seq_lens_cpu)
 
-    def copy_in(
+    def copy_in(  # noqa: PLR0913 - as its docstring says
         self,
         rows: Tensor,
         seq_lens: Tensor,
@@ -239,7 +239,7 @@ class BoundLayers(CompositeAttention):
         )
         return self(layer, q)
 
-    def attend(
+    def attend(  # noqa: PLR0913 - as its docstring says
         self,
         layer: Layer,
         q: Tensor | tuple[Tensor, Tensor],

@@ -334,7 +334,7 @@ def _uncompiled() -> Iterator[None]:
         library._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
 
 
-def _attention(
+def _attention(  # noqa: PLR0913 - as its docstring says
     q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float, lse: bool
 ) -> Any:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
@@ -360,7 +360,7 @@ def _compiled_attention() -> Any:
     return torch.compile(_attention, dynamic=True, fullgraph=True)
 
 
-def _flex(
+def _flex(  # noqa: PLR0913 - as its docstring says
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,

@@ -215,7 +215,7 @@ class KVPool(ReadOnly):
         scales = self.scales[layer]
         store_kv(k, v, self._own_k[layer], self.v[layer], slots, k_scale=scales.k, v_scale=scales.v)
 
-    def store_packed(
+    def store_packed(  # noqa: PLR0913 - as its docstring says
         self,
         layer: int,
         slots: Tensor,

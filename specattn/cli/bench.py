@@ -27,7 +27,7 @@ _log = partial(print, flush=True)
 _READ_BY = {"report": ("out",), "listing": ("full", "part", "only")}
 
 
-def bench(
+def bench(  # noqa: PLR0913 - a command's options
     ctx: typer.Context,
     full: Annotated[bool, typer.Option("--full", help="All parts; otherwise a quick set.")] = False,
     part: Annotated[

@@ -104,7 +104,7 @@ def loading_bar() -> Iterator[None]:
             transformers_logging.set_tqdm_hook(before)
 
 
-def load_models(
+def load_models(  # noqa: PLR0913 - a command's options
     target: str | None,
     draft: str | None,
     *,

@@ -199,7 +199,7 @@ class GraphRunner(Generic[Key]):
         What records the graphs; None where none are.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a constructor
         self,
         make: Callable[[Key, int], Program],
         buckets: Sequence[int],

@@ -149,7 +149,7 @@ class Engine:
     # whether a call changes the books; an interrupt that nothing undid leaves it so
     _changing = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0915 - a constructor
         self,
         target: TargetModel,
         draft: Draft | None,

@@ -95,7 +95,7 @@ def dispatch(
     return specattn_attention(module, query, key, value, attention_mask, **asked), None
 
 
-def call_attend(
+def call_attend(  # noqa: PLR0913 - as its docstring says
     attend: Attend,
     module: Any,
     query: Tensor,

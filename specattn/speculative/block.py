@@ -113,7 +113,7 @@ class BlockDraftModel(AnyDraftModel, Protocol):
         """
 
 
-def bind_block(
+def bind_block(  # noqa: PLR0913 - as its docstring says
     backend: LayeredBackend,
     views: Sequence[BlockView],
     req_to_token: Tensor,

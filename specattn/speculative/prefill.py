@@ -287,7 +287,7 @@ def _positions(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(p.start, p.stop) for p in pieces]).to(device)
 
 
-def first_tokens(
+def first_tokens(  # noqa: PLR0913 - as its docstring says
     logits: Tensor,
     lens: Tensor,
     sampling: SamplingBatch,

@@ -120,7 +120,7 @@ class StepDecoder(ReadOnly):
         Counts replays and eager fallbacks by part.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a constructor
         self,
         target: ModelSlot[TargetModel],
         draft: ModelSlot[DraftModel] | Proposer | None,
@@ -251,7 +251,7 @@ class StepDecoder(ReadOnly):
         """Advance requests and wait: `step_async`, with its arguments, then `PendingStep.wait`."""
         return self.step_async(rows, **how).wait()
 
-    def step_async(
+    def step_async(  # noqa: PLR0913, PLR0915 - as its docstring says
         self,
         rows: Sequence[int],
         *,

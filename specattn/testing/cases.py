@@ -198,7 +198,7 @@ def drawn(
     return case
 
 
-def make_tree_case(
+def make_tree_case(  # noqa: PLR0913 - as its docstring says
     lengths: list[int],
     *,
     mode: str = "tree",

@@ -77,7 +77,7 @@ class Check:
         return ConformanceError(broken, f"{self.role} {self.backend!r} in {self.name}: {detail}")
 
 
-def conformance(
+def conformance(  # noqa: PLR0913 - as its docstring says
     backend: str | BackendFactory,
     device: torch.device | str,
     level: Level = "quick",

@@ -46,7 +46,7 @@ class LayerBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
 
-    def forward_decode(
+    def forward_decode(  # noqa: PLR0913 - as its docstring says
         self,
         q: Tensor,
         k: Tensor | None,

@@ -43,7 +43,7 @@ if missing := _LOCALS - {*_GENERATE.co_varnames, *_GENERATE.co_cellvars}:
     raise ImportError(f"this version of transformers has no {sorted(missing)} in its generate")
 
 
-def generate(
+def generate(  # noqa: PLR0913 - as its docstring says
     model: Any,
     input_ids: Tensor | None = None,
     logits_processor: Any = None,
@@ -143,7 +143,7 @@ def release(model: Any) -> None:
     SERVED.pop(model, None)
 
 
-def _decode(
+def _decode(  # noqa: PLR0913 - as its docstring says
     model: Any,
     input_ids: Any,
     logits_processor: Any,
