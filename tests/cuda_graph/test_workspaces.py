@@ -15,20 +15,26 @@ from specattn.cuda_graph.streams import own_stream
 
 pytestmark = pytest.mark.gpu
 
-# a product whose sums are split, which needs a workspace; an illegal access ends its process
+# products whose sums are split, which need a workspace; an illegal access ends their process
 PROGRAM = """
 import gc, torch
 from specattn.cuda_graph.recorder import Recorder, side_by_side
 
 torch.manual_seed(0)
-x = torch.randn(16, 65536, device="cuda", dtype=torch.bfloat16)
-weight = torch.randn(65536, 256, device="cuda", dtype=torch.bfloat16)
-wanted = x.double() @ weight.double()
+draw = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+pairs = [(draw(m, k), draw(k, n)) for m, k, n in ((16, 65536, 256), (1, 32768, 64), (200, 16384, 128))]
+wanted = [x.double() @ weight.double() for x, weight in pairs]
+
+def products(outs):
+    for out, (x, weight) in zip(outs, pairs):
+        torch.mm(x, weight, out=out)
 
 def recorded(parts):
-    outs = [torch.empty(16, 256, device="cuda", dtype=torch.bfloat16) for _ in range(parts)]
-    calls = [lambda out=out: torch.mm(x, weight, out=out) for out in outs]
-    run = (lambda: side_by_side(x.device, *calls)) if parts > 1 else calls[0]
+    outs = [[torch.empty(len(x), w.shape[1], dtype=x.dtype, device="cuda") for x, w in pairs]
+            for _ in range(parts)]
+    calls = [lambda one=one: products(one) for one in outs]
+    device = torch.device("cuda", torch.cuda.current_device())
+    run = (lambda: side_by_side(device, *calls)) if parts > 1 else calls[0]
     # as an engine does, which keeps its recorder
     recorder = Recorder()
     return recorder, recorder.record(run), outs
@@ -36,18 +42,20 @@ def recorded(parts):
 for parts in (1, 2):
     made = [recorded(parts) for _ in range(4)]
     while made:
-        # every order of going: the first, then the last, and so on
+        # every order of going: the last, then the first, and so on
         made.pop(0 if len(made) % 2 else -1)
         gc.collect()
         torch.cuda.empty_cache()
         for _, recording, outs in made:
-            for out in outs:
-                out.fill_(float("nan"))
+            for one in outs:
+                for out in one:
+                    out.fill_(float("nan"))
             for _ in range(20):
                 recording.graph.replay()
-            for out in outs:
-                error = (out.double() - wanted).norm() / wanted.norm()
-                assert error < 5e-3, error
+            for one in outs:
+                for out, want in zip(one, wanted):
+                    error = (out.double() - want).norm() / want.norm()
+                    assert error < 5e-3, error
 print("whole")
 """
 
