@@ -22,7 +22,8 @@ from specattn.cuda_graph.recorder import Recorder, side_by_side
 
 torch.manual_seed(0)
 draw = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-pairs = [(draw(m, k), draw(k, n)) for m, k, n in ((16, 65536, 256), (1, 32768, 64), (200, 16384, 128))]
+shapes = (16, 65536, 256), (1, 32768, 64), (200, 16384, 128)
+pairs = [(draw(m, k), draw(k, n)) for m, k, n in shapes]
 wanted = [x.double() @ weight.double() for x, weight in pairs]
 
 def products(outs):
