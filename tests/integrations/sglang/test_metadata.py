@@ -91,7 +91,8 @@ def watched():
 def _triton(monkeypatch):
     monkeypatch.setenv("SPECATTN_SGLANG_BACKEND", "triton")
     # on a CPU it reads where rows and places lie; on an accelerator nothing
-    monkeypatch.setattr("specattn.attention.bound.check_places", lambda *_: None)
+    for module in ("bound", "multi_step"):
+        monkeypatch.setattr(f"specattn.attention.{module}.check_places", lambda *_: None)
     with using("triton"):
         yield
 
