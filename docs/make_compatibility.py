@@ -53,11 +53,12 @@ COLUMNS = ("torch", "triton", "numpy", "transformers", "sglang")
 TRITON = """
 - **The GPU suite** ran last without FlashInfer, FlashAttention 3 and FlashMLA, whose tests earlier
   runs had.
-- **torch 2.14.1 with Triton 3.8** has run on two NVIDIA H200, CUDA 13: not the whole suite, but the
-  tests of captures, steps in flight, interrupts, DFlash and adaptive steps; the quick set of the
-  bench, no cell over 3 % slower than with torch 2.11 and Triton 3.6, 0.996 of their time in the
-  geometric mean; and [SGLang 0.5.23](sglang.md). From 2.12 to 2.14 torch frees memory that graphs
-  still use ([workspaces](notes/workspaces.md)); this library goes round that.
+- **torch 2.14.1 with Triton 3.8** has run on two NVIDIA H200, CUDA 13: not the whole suite, but, of
+  an earlier source, the tests of captures, steps in flight, interrupts, DFlash and adaptive
+  steps, and the quick set of the bench, no cell over 3 % slower than with torch 2.11 and Triton
+  3.6, 0.996 of their time in the geometric mean; and [SGLang 0.5.23](sglang.md). From 2.12 to 2.14
+  torch frees memory that graphs still use ([workspaces](notes/workspaces.md)); this library goes
+  round that.
 - **Triton 3.7, 3.8 and 3.9** renamed names of Gluon: `specattn.kernels.gluon_names` has one of
   each. Triton 3.9.0 has run on an NVIDIA H100 80GB with torch 2.11 and CUDA 13, with CUDA 13.0's
   ptxas: of the tests of attention, MLA, fused, cache, step and tree kernels that 200 seconds

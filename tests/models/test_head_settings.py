@@ -60,22 +60,21 @@ ROPES = [
 ]
 
 
+def beside_the_paper(target, head, tensors, dense, **how):
+    """What a head's forward gives, and its layer's hidden states in float64."""
+    torch.manual_seed(3)
+    ids, x, positions = torch.randint(0, V, (T,)), torch.randn(T, HT), torch.arange(4, 4 + T)
+    embeds, layer = target.embed_tokens.weight[ids].double(), under(tensors, "midlayer.")
+    want = eagle3_layer(embeds, x.double(), layer, positions, 5000.0, **how)
+    return head.forward(ids, x, positions, dense(head.layers).at(positions)), want
+
+
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("changes", "turn"), ROPES)
 def test_ropes(target, dense, tmp_path, changes, turn) -> None:
     tensors = eagle3_tensors(biases=("q", "k", "v"))
     head = load_draft(write(tmp_path, tensors, **STATED, **changes), target)
-    torch.manual_seed(3)
-    ids, x, positions = torch.randint(0, V, (T,)), torch.randn(T, HT), torch.arange(4, 4 + T)
-    want = eagle3_layer(
-        target.embed_tokens.weight[ids].double(),
-        x.double(),
-        under(tensors, "midlayer."),
-        positions,
-        5000.0,
-        turn=turn,
-    )
-    out = head.forward(ids, x, positions, dense(head.layers).at(positions))
+    out, want = beside_the_paper(target, head, tensors, dense, turn=turn)
     close(out.hidden_states, want)
 
 
@@ -112,17 +111,7 @@ WINDOWS = [
 def test_windows(target, dense, tmp_path, changes, window) -> None:
     tensors = eagle3_tensors()
     head = load_draft(write(tmp_path, tensors, **STATED, **changes), target)
-    torch.manual_seed(3)
-    ids, x, positions = torch.randint(0, V, (T,)), torch.randn(T, HT), torch.arange(4, 4 + T)
-    want = eagle3_layer(
-        target.embed_tokens.weight[ids].double(),
-        x.double(),
-        under(tensors, "midlayer."),
-        positions,
-        5000.0,
-        window=window or T,
-    )
-    out = head.forward(ids, x, positions, dense(head.layers).at(positions))
+    out, want = beside_the_paper(target, head, tensors, dense, window=window or T)
     close(out.hidden_states, want)
 
 
