@@ -11,7 +11,7 @@ import torch
 
 from specattn.cuda_graph import driver
 from specattn.cuda_graph.memset_nodes import replace_memsets
-from specattn.cuda_graph.streams import own_stream
+from specattn.cuda_graph.streams import give_workspaces, own_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ class Recorder:
         """Begin a pool that lives as long as this recorder.
 
         By itself a pool ends with the last graph that was recorded into it, and what is recorded
-        after that fails if anything in it is still in use, as a workspace of cuBLAS always is.
+        after that fails if anything in it is still in use, as what a step keeps may be.
         """
         self._pool = torch.cuda.graph_pool_handle()
         number, self._anchor = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
@@ -85,9 +85,9 @@ class Recorder:
     def warm_up(self, step: Callable[[], Any]) -> None:
         """Compile kernels and create library handles outside the recording.
 
-        On the stream that is recorded, which gives products there a workspace that belongs to no
-        graph's pool.
+        On the stream that is recorded, where products have a workspace by then.
         """
+        give_workspaces(torch.cuda.current_device())
         stream, current = _work_stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         try:

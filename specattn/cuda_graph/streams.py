@@ -4,7 +4,8 @@ Torch keeps a workspace of cuBLAS for every stream that multiplied, 32 MiB on Ho
 the same 32 streams in turn. From 2.12 to 2.14 it frees the workspace of the stream that a graph
 began on when the graph goes (https://github.com/pytorch/pytorch/issues/193402), although other
 graphs that were recorded there hold its address. So no product runs on the stream where graphs
-begin, and the workspaces of those where products run are never freed.
+begin. Others may clear all workspaces, as `torch.compile` does where it records graphs; those of
+the streams where products run lie in memory that is kept all the same.
 """
 
 from __future__ import annotations
@@ -18,6 +19,34 @@ import torch
 from specattn.cuda_graph import driver
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING of cuda.h
+
+
+def give_workspaces(device: int) -> None:
+    """Let products that this thread records work in kept memory.
+
+    It launches two small products on each of the streams where products are recorded.
+    """
+    for use in ("work", "side"):
+        _multiply(own_stream(use, device), device)
+
+
+def _multiply(stream: torch.cuda.Stream, device: int) -> None:
+    """Launch products, which give a stream its workspace."""
+    one, out = torch.ones(2, 1, 1, dtype=torch.bfloat16, device=stream.device)
+    current = torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream), torch.cuda.use_mem_pool(_kept(device), device):
+        torch.mm(one, one, out=out)
+        # by cuBLASLt
+        torch.addmm(one[0], one, one, out=out)
+    current.wait_stream(stream)
+
+
+@cache
+def _kept(device: int) -> torch.cuda.MemPool:
+    """Return the memory that holds a device's workspaces alone."""
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool()
 
 
 @cache

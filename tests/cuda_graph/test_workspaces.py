@@ -66,6 +66,50 @@ def test_graphs_outlive_others_that_multiply():
     assert (done.returncode, done.stdout) == (0, "whole\n"), done.stderr[-2000:]
 
 
+# what `torch.compile` does before and after it records a graph
+CLEARED = """
+import torch
+from specattn.cuda_graph.recorder import Recorder, side_by_side
+
+torch.manual_seed(0)
+draw = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+x, weight, bias = draw(16, 65536), draw(65536, 256), draw(256)
+outs = [torch.empty(16, 256, dtype=x.dtype, device="cuda") for _ in range(4)]
+
+def half(at):
+    torch.mm(x, weight, out=outs[at])
+    torch.addmm(bias, x, weight, out=outs[at + 1])
+
+def step():
+    side_by_side(x.device, lambda: half(0), lambda: half(2))
+
+wanted = x.double() @ weight.double()
+recorder, recordings = Recorder(), []
+for _ in range(2):
+    recordings.append(recorder.record(step))
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    # whoever allocates next is given what was freed
+    others = [torch.zeros(32 << 20, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    others += [torch.zeros(8 << 20, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    for recording in recordings:
+        for out in outs:
+            out.fill_(float("nan"))
+        recording.graph.replay()
+        for at, out in enumerate(outs):
+            want = wanted + bias.double() * (at % 2)
+            error = (out.double() - want).norm() / want.norm()
+            assert error < 5e-3, error
+    assert not any(other.any() for other in others)
+print("whole")
+"""
+
+
+def test_others_may_clear_workspaces():
+    done = subprocess.run([sys.executable, "-c", CLEARED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "whole\n"), done.stderr[-2000:]
+
+
 def test_recorders_that_are_gone_leave_no_memory():
     """More of them than torch has streams to hand out."""
     x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
