@@ -99,7 +99,7 @@ def load_backend(name: str | BackendFactory) -> BackendFactory:
     ----------
     name : str or BackendFactory
         A backend; or ``"prefill,decode"`` or ``"prefill,decode,verify"``, see
-        `specattn.backends.hybrid.hybrid`. What is no name is returned as it is.
+        `specattn.backends.by_phase.by_phase`. What is no name is returned as it is.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def load_backend(name: str | BackendFactory) -> BackendFactory:
         function("backend", name)
         return name
     if "," in name:
-        return _load_hybrid(name)
+        return _load_by_phase(name)
     # to look through what is installed takes milliseconds, and its names come last
     registered = _BACKENDS if name in _BACKENDS else _registered()
     if name not in registered:
@@ -122,15 +122,15 @@ def load_backend(name: str | BackendFactory) -> BackendFactory:
     return backend
 
 
-def _load_hybrid(name: str) -> BackendFactory:
-    from specattn.backends.hybrid import hybrid
+def _load_by_phase(name: str) -> BackendFactory:
+    from specattn.backends.by_phase import by_phase
 
     prefill, decode, *verify = (part.strip() for part in name.split(","))
     if len(verify) > 1 or "auto" in (prefill, decode, *verify):
         raise UnsupportedError(
             f"backend {name!r}", ["a composite is named prefill,decode[,verify], without auto"]
         )
-    return hybrid(prefill=prefill, decode=decode, verify=verify[0] if verify else None)
+    return by_phase(prefill=prefill, decode=decode, verify=verify[0] if verify else None)
 
 
 def available(

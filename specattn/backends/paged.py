@@ -128,7 +128,7 @@ class PagedBackend(LibraryBackend):
     def refusals(self, plan: AttnPlan | ExtendPlan) -> list[str]:
         """Say why `bind` refuses a plan; empty means that it serves."""
         if isinstance(plan, ExtendPlan):
-            return ["prompts are not served; give them to another backend (hybrid(prefill=...))"]
+            return ["prompts are not served; give them to another backend (by_phase(prefill=...))"]
         if not plan.layout.causal:
             return ["trees are not served, its kernels know causal masks only (topk 1)"]
         if (have := plan.layout.page_size) % self.page_size:

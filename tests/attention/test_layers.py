@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specattn.attention.layers import LayeredBackend
-from specattn.backends.hybrid import hybrid
+from specattn.backends.by_phase import by_phase
 from specattn.cache.kv_pool import KVPool
 from specattn.config import FLOAT8, AttnConfig, KVScales
 from specattn.testing.session import config_of, plan_of
@@ -31,7 +31,7 @@ def new_heads(config: AttnConfig, count: int, seed: int) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize(
     "backend",
-    ["torch_native", "triton", hybrid(prefill="torch_native", decode="triton")],
+    ["torch_native", "triton", by_phase(prefill="torch_native", decode="triton")],
     ids=lambda backend: getattr(backend, "name", backend),
 )
 def test_what_a_model_has_stored_itself_is_read(backend):

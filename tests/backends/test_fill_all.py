@@ -16,7 +16,7 @@ from specattn.backends.base import (
     by_lengths_alone,
     fill_all,
 )
-from specattn.backends.hybrid import hybrid
+from specattn.backends.by_phase import by_phase
 from specattn.backends.triton import TritonBackend, TritonTree
 from specattn.backends.triton_mla import TritonMlaBackend
 from specattn.batch import ForwardMode
@@ -29,7 +29,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPEC = SpecConfig(4, 2, 6, max_context_len=400, max_num_reqs=8)
 GLOBAL, LOCAL = AttnConfig(4, 2, 64), AttnConfig(8, 2, 64, window_left=40)
 LATENT = AttnConfig(16, 1, 576, v_head_dim=512, sm_scale=0.1, latent=True)
-CONFIGS = {"triton": (GLOBAL, LOCAL), "hybrid": (GLOBAL,)}
+CONFIGS = {"triton": (GLOBAL, LOCAL), "by_phase": (GLOBAL,)}
 LENS = [300, 7, 0, 64, 129]
 
 
@@ -93,9 +93,9 @@ def one_by_one(bounds) -> list[torch.Tensor]:
 @pytest.mark.parametrize("backend", CONFIGS)
 def test_all_attention_of_a_step_is_one_launch(backend, plan_launches):
     """Drafts, verification and draft extend; of layers with and without a window."""
-    made = {"hybrid": hybrid(prefill="torch_native", decode="triton")}
+    made = {"by_phase": by_phase(prefill="torch_native", decode="triton")}
     made = [layers(made.get(backend, backend), CONFIGS[backend]) for _ in range(2)]
-    modes = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)[: 1 + (backend != "hybrid")]
+    modes = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)[: 1 + (backend != "by_phase")]
     bounds = [*drafts(made[0]).steps, *(made[1].bind(plan_of(mode)) for mode in modes)]
     want = one_by_one(bounds)
     plan_launches.clear()

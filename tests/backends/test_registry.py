@@ -21,7 +21,7 @@ from specattn.backends import (
     load_backend,
     register_backend,
 )
-from specattn.backends.hybrid import hybrid
+from specattn.backends.by_phase import by_phase
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.cli.app import app
 from specattn.cli.errors import ArgumentError
@@ -180,9 +180,9 @@ def test_registering(monkeypatch):
         ("triton, torch_native ,triton", ("triton", "torch_native", "triton")),
     ],
 )
-def test_names_with_commas_are_hybrids(name, parts):
+def test_names_with_commas_are_by_phase(name, parts):
     found = load_backend(name)
-    assert found == hybrid(prefill=parts[0], decode=parts[1], verify=parts[2])
+    assert found == by_phase(prefill=parts[0], decode=parts[1], verify=parts[2])
     assert found.name == name.replace(" ", "")
 
 
@@ -195,7 +195,7 @@ def test_names_with_commas_are_hybrids(name, parts):
         ("triton,fastest", "'fastest': unknown"),
     ],
 )
-def test_names_that_are_no_hybrid(name, message):
+def test_names_that_are_no_composite(name, message):
     with pytest.raises(UnsupportedError, match=message):
         choose_backend(name, [HEADS], CPU)
 
@@ -223,11 +223,11 @@ def test_a_mode_that_is_not_declared_is_refused_by_name(caplog):
 
 
 def test_a_composite_or_class_is_chosen_as_it_is():
-    for backend in (Foreign, hybrid(prefill=Foreign, decode="torch_native")):
+    for backend in (Foreign, by_phase(prefill=Foreign, decode="torch_native")):
         assert choose_backend(backend, [HEADS], CPU) is backend
 
 
-def test_the_command_line_takes_hybrids(refusing):
+def test_the_command_line_takes_composites(refusing):
     check_backend("torch_native,torch_native", CPU)
     for name in ("torch_native,fastest", "torch_native,auto", ",".join(["torch_native"] * 4)):
         with pytest.raises(ArgumentError, match=r"or prefill,decode\[,verify\] of them, got"):

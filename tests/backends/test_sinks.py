@@ -9,7 +9,7 @@ import torch
 
 from specattn.attention.layers import LayeredBackend
 from specattn.backends import available, backend_names, choose_backend, load_backend
-from specattn.backends.hybrid import hybrid
+from specattn.backends.by_phase import by_phase
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig
 from specattn.errors import UnsupportedError
@@ -46,7 +46,7 @@ def layered(case, backend, layers):
 
 @pytest.mark.parametrize(
     "backend",
-    ["torch_native", "triton", hybrid(prefill="torch_native", decode="triton")],
+    ["torch_native", "triton", by_phase(prefill="torch_native", decode="triton")],
     ids=lambda backend: getattr(backend, "name", backend),
 )
 def test_layers_take_their_own_sinks(backend):

@@ -9,7 +9,7 @@ import torch
 
 from specattn.attention.layers import LayeredBackend
 from specattn.backends import choose_backend
-from specattn.backends.hybrid import hybrid
+from specattn.backends.by_phase import by_phase
 from specattn.batch import AcceptResult
 from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, KVScales, SpecConfig
@@ -152,7 +152,7 @@ class RoundedAttend(DenseAttend):
 
 BACKEND_KINDS = {
     "torch_native": "torch_native",
-    "hybrid": hybrid(prefill="torch_native", decode="torch_native"),
+    "by_phase": by_phase(prefill="torch_native", decode="torch_native"),
 }
 
 

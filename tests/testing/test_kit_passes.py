@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from specattn.backends.hybrid import hybrid
+from specattn.backends.by_phase import by_phase
 from specattn.errors import UnsupportedError
 from specattn.testing import ConformanceError, Geometry, Tolerances, conformance
 from specattn.testing.cases import make_tree_case
@@ -67,6 +67,6 @@ test_latent_triton = backend_suite(
     "triton_mla", DEVICE, "quick" if DEVICE == "cuda" else "smoke", geometry=LATENT
 )
 # parts have suites of their own for what they compute by themselves
-test_hybrid = backend_suite(
-    hybrid(prefill="torch_native", decode=FIRST), DEVICE, leave_out=OF_PARTS
+test_by_phase = backend_suite(
+    by_phase(prefill="torch_native", decode=FIRST), DEVICE, leave_out=OF_PARTS
 )

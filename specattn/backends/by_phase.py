@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig
 
 
-def hybrid(
+def by_phase(
     *,
     prefill: str | BackendFactory,
     decode: str | BackendFactory,
     verify: str | BackendFactory | None = None,
-) -> HybridBackend:
+) -> ByPhaseBackend:
     """Return a composite with a backend for every phase.
 
     Parameters
@@ -40,12 +40,12 @@ def hybrid(
         If there is no backend of one of the names.
     """
     parts = (prefill, decode, decode if verify is None else verify)
-    return HybridBackend(*map(load_backend, parts))
+    return ByPhaseBackend(*map(load_backend, parts))
 
 
 @dataclass(frozen=True)
-class HybridBackend:
-    """Backends by phase, over one pool, as `hybrid` makes it.
+class ByPhaseBackend:
+    """Backends by phase, over one pool, as `by_phase` makes it.
 
     A backend given twice is made once.
     """

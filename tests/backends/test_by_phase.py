@@ -8,7 +8,7 @@ import torch
 from specattn.attention.layers import LayeredBackend
 from specattn.backends import available
 from specattn.backends.base import Capabilities
-from specattn.backends.hybrid import hybrid
+from specattn.backends.by_phase import by_phase
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.backends.triton import TritonBackend
 from specattn.batch import ForwardMode
@@ -42,7 +42,7 @@ def plan_of(mode: ForwardMode, batch: int = 2) -> AttnPlan:
 def test_every_phase_binds_its_own_backend_and_no_other():
     """R02: capturing a forward touches exactly what its replays use."""
     prefill, decode, verify = spy("a"), spy("b"), spy("c")
-    composite = hybrid(prefill=prefill, decode=decode, verify=verify)
+    composite = by_phase(prefill=prefill, decode=decode, verify=verify)
     assert composite.name == "a,b,c"
     target, draft = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
     engine = Engine(target, draft, TREE, backend=composite)
@@ -57,7 +57,7 @@ def test_every_phase_binds_its_own_backend_and_no_other():
 
 def test_verification_follows_decoding_unless_told_otherwise():
     one, other = spy("a"), spy("b")
-    composite = hybrid(prefill=one, decode=other)
+    composite = by_phase(prefill=one, decode=other)
     assert composite.name == "a,b"
     layers = layered(composite)
     for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DECODE, ForwardMode.DRAFT_DECODE):
@@ -66,7 +66,7 @@ def test_verification_follows_decoding_unless_told_otherwise():
 
 
 def test_a_backend_given_twice_is_made_once():
-    composite = hybrid(prefill="torch_native", decode="triton", verify="torch_native")
+    composite = by_phase(prefill="torch_native", decode="triton", verify="torch_native")
     layer = composite(HEADS, DEVICE)
     served = [layer.serving(plan_of(mode)) for mode in (*MODES, ForwardMode.DECODE)]
     assert len({id(backend) for backend in served}) == 2
@@ -74,7 +74,7 @@ def test_a_backend_given_twice_is_made_once():
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 @pytest.mark.parametrize("parts", [("torch_native", "triton"), ("triton", "torch_native")])
-def test_a_hybrid_gives_what_its_parts_give(parts, mode):
+def test_a_composite_gives_what_its_parts_give(parts, mode):
     lens = [5, 0, 70]
     values = inputs(mode, lens, 1)
     results = []
@@ -113,7 +113,7 @@ def test_greedy_speculation_changes_no_token():
     one, other = spy("a"), spy("b")
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     for tbo in (False, True):
-        backend = hybrid(prefill=one, decode=hybrid(prefill=other, decode=other))
+        backend = by_phase(prefill=one, decode=by_phase(prefill=other, decode=other))
         engine = Engine(target, draft, TREE, backend=backend, tbo=tbo)
         requests = [Request(prompt[:n], max_new_tokens=12, ignore_eos=True) for n in (8, 3)]
         for request, result in zip(requests, engine.generate(requests), strict=True):
@@ -132,7 +132,7 @@ def test_a_phase_is_recorded_if_its_backend_can_be():
     }
     assert layered("triton").bind(plan_of(ForwardMode.DRAFT_EXTEND)).graphs
     assert not layered("torch_native").bind(plan_of(ForwardMode.DECODE)).graphs
-    nested = layered(hybrid(prefill="torch_native,triton", decode="torch_native,triton"))
+    nested = layered(by_phase(prefill="torch_native,triton", decode="torch_native,triton"))
     assert nested.bind(plan_of(ForwardMode.TARGET_VERIFY)).graphs
     assert not nested.bind(plan_of(ForwardMode.DRAFT_EXTEND)).graphs
 
@@ -151,21 +151,21 @@ def test_exactly_the_phases_that_can_be_are_recorded(backend, modes):
     assert [mode for mode in MODES if runner.recorded(part_of(mode))] == modes
 
 
-def test_a_hybrid_promises_what_holds_where_it_is_asked():
+def test_a_composite_promises_what_holds_where_it_is_asked():
     half = (torch.float16, torch.bfloat16)
     prompts = spy("prompts", trees=False, lists=False, graphs=True)
     lists = spy("lists", extend=False, host_plan=True, window=False, graphs=True, dtypes=half)
     trees = spy("trees", extend=False, lists=False, graphs=True)
-    found = hybrid(prefill=prompts, decode=lists, verify=trees).capabilities
+    found = by_phase(prefill=prompts, decode=lists, verify=trees).capabilities
     assert found == Capabilities(graphs=True, host_plan=True, window=False, dtypes=half)
-    assert not hybrid(prefill=trees, decode=prompts).capabilities.trees
+    assert not by_phase(prefill=trees, decode=prompts).capabilities.trees
 
 
 def test_a_backend_without_prompts_cannot_be_the_one_for_prompts():
     decoding = spy("decoding", extend=False)
-    composite = hybrid(prefill=decoding, decode="torch_native")
+    composite = by_phase(prefill=decoding, decode="torch_native")
     assert composite.reasons(HEADS, DEVICE) == ["prefill decoding: it serves no prompts"]
-    assert not hybrid(prefill="torch_native", decode=decoding).reasons(HEADS, DEVICE)
+    assert not by_phase(prefill="torch_native", decode=decoding).reasons(HEADS, DEVICE)
 
 
 def test_prompts_go_to_the_backend_for_prompts():
@@ -173,10 +173,10 @@ def test_prompts_go_to_the_backend_for_prompts():
     none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     indptr = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     plan = ExtendPlan(none[None], none.long(), none, indptr, none[None], 1, 1)
-    layered(hybrid(prefill=one, decode=other)).bind(plan)
+    layered(by_phase(prefill=one, decode=other)).bind(plan)
     assert (one.binds, other.binds) == (["prompt"], [])
 
 
 def test_classes_are_backends():
-    composite = hybrid(prefill=TorchNativeBackend, decode=TritonBackend)
-    assert composite == hybrid(prefill="torch_native", decode="triton")
+    composite = by_phase(prefill=TorchNativeBackend, decode=TritonBackend)
+    assert composite == by_phase(prefill="torch_native", decode="triton")
