@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import torch
 
@@ -141,6 +141,10 @@ class AttnConfig:
             raise ValueError("sm_scale must be given with latent")
         if self.kv_dtype is not None:
             raise ValueError(f"kv_dtype must be dtype with latent, got {self.kv_dtype}")
+
+
+#: A model's layer, by what it keeps of requests; attention's keys and values are the only kind.
+LayerConfig: TypeAlias = AttnConfig
 
 
 @dataclass(frozen=True)

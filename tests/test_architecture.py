@@ -90,6 +90,23 @@ def test_a_forward_mode_is_data(path):
     assert "ForwardMode" not in path.read_text()
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_only_a_models_slot_speaks_to_its_memory(path):
+    """So a second kind of memory changes no step, engine or capture."""
+    inside = path.relative_to(ROOT)
+    if inside.parts[0] not in ("speculative", "engine", "cuda_graph"):
+        return
+    if inside.as_posix() == "speculative/model.py":
+        return
+    asked = [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and getattr(node.value, "attr", getattr(node.value, "id", "")) == "pool"
+    ]
+    assert not asked
+
+
 def test_importing_the_library_is_light():
     """No GPU, no Triton, no models."""
     code = (

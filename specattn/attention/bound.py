@@ -102,7 +102,7 @@ class BoundLayers(CompositeAttention):
         """Describe the pools and the configs, which a graph bakes in."""
         found: Fingerprint = ()
         for pool in dict.fromkeys(layer.pool for layer in self.layers):
-            found += fingerprint(k_cache=pool.k, v_cache=pool.v, kv_scales=pool.scales)
+            found += pool.fingerprint()
         # by value: what a graph has baked in stays as it was, whatever becomes of the config
         configs = {
             f"AttnConfig[{at}]": dict(vars(group.backend.config))

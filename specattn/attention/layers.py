@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from specattn.attention.bound import BoundLayers
 from specattn.backends import choose_backend
 from specattn.backends.base import FunctionAttention, attending, idle_attention, lists_refused
-from specattn.checks import one_of
+from specattn.cache.kv_pool import KVPool
+from specattn.checks import kind_of, one_of
 from specattn.cuda_graph.recorder import is_recording
 from specattn.errors import UnsupportedError
 from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
     from specattn.backends.base import AttentionBackend, BackendFactory, BoundAttention
     from specattn.batch import RowLayout
-    from specattn.cache.kv_pool import KVPool
-    from specattn.config import AttnConfig, KVScales
+    from specattn.cache.memory import Memory
+    from specattn.config import AttnConfig, KVScales, LayerConfig
     from specattn.plan import Plan
 
 
@@ -229,6 +230,44 @@ class LayeredBackend(Layers):
         self.pool, self._chosen = pool, chosen
         self.layers = tuple(Layer(self.group(config), pool, at) for at, config in enumerate(layers))
 
+    @classmethod
+    def of(
+        cls,
+        backend: str | BackendFactory,
+        layers: Sequence[LayerConfig],
+        pool: Memory,
+        *,
+        deterministic: bool = False,
+    ) -> Self:
+        """Choose the backend of a model's layers, as its pool has them.
+
+        Parameters
+        ----------
+        backend : str or BackendFactory
+            As above.
+        layers : sequence of AttnConfig
+            The model's.
+        pool : Memory
+            A `KVPool`; it says what layers store, and where.
+        deterministic : bool
+            Ask for deterministic attention in every layer, whatever the layers say.
+
+        Raises
+        ------
+        UnsupportedError
+            If the backend cannot serve one of the layers.
+        ValueError
+            If ``pool`` is no `KVPool`, or its layers are another model's.
+        """
+        if not isinstance(pool, KVPool):
+            raise ValueError(f"pool must be a KVPool, got {kind_of(pool)}")
+        _check_layers(layers, pool.layers)
+        layers = [
+            replace(layer, deterministic=layer.deterministic or deterministic)
+            for layer in pool.layers
+        ]
+        return cls(backend, layers, pool, pool.device)
+
     def made_by(self, config: AttnConfig) -> BackendFactory:
         """Return what serves all layers."""
         return self._chosen
@@ -267,3 +306,13 @@ class LayeredBackend(Layers):
         bound.schedule(torch.tensor(prefix_lens, dtype=torch.int32))
         bound.fill()
         return bound
+
+
+def _check_layers(own: Sequence[AttnConfig], pools: Sequence[AttnConfig]) -> None:
+    """Refuse a pool of another model; what it stores may differ."""
+    if len(own) != len(pools):
+        raise ValueError(f"pool must have the model's {len(own)} layers, got {len(pools)}")
+    for at, (layer, found) in enumerate(zip(own, pools, strict=True)):
+        wanted = replace(layer, kv_dtype=found.kv_dtype, deterministic=found.deterministic)
+        if found != wanted:
+            raise ValueError(f"pool.layers[{at}] must be the model's, {wanted}, got {found}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from specattn.buffers import ReadOnly
+from specattn.buffers import Fingerprint, ReadOnly, fingerprint
 from specattn.checks import as_heads, expect, instance, listed, whole_number
 from specattn.config import FLOAT8, MAX_SLOTS, UNSCALED, AttnConfig
 from specattn.kernels.cache import commit_kv, store_kv
@@ -277,10 +277,24 @@ class KVPool(ReadOnly):
         )
         return q
 
-    def commit(self, tail_slots: Tensor, accepted: AcceptResult) -> None:
+    def tensors(self) -> dict[str, Caches]:
+        """Return the keys and the values by name; see `Memory.tensors`."""
+        return {"k_cache": self.k, "v_cache": self.v}
+
+    def by_row(self) -> dict[str, Tensor]:
+        """Return nothing: all lies by slot; see `Memory.by_row`."""
+        return {}
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe caches and scales; see `Memory.fingerprint`."""
+        return fingerprint(**self.tensors(), kv_scales=self.scales)
+
+    def commit(
+        self, tail_slots: Tensor, accepted: AcceptResult, rows: Tensor | None = None
+    ) -> None:
         """Move the accepted path's KV to the front of each request's tail.
 
-        Sources and targets may overlap.
+        Sources and targets may overlap. A path of one node is in place, and nothing is launched.
 
         Parameters
         ----------
@@ -288,6 +302,8 @@ class KVPool(ReadOnly):
             ``[B, n]`` int32, the slots that verification wrote.
         accepted : AcceptResult
             The nodes to keep.
+        rows : Tensor, optional
+            As in `Memory.commit`; not read.
 
         Raises
         ------

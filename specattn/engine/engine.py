@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from specattn.cache.kv_pool import KVPool
+from specattn.cache.memory import memory_for
 from specattn.cache.slot_table import SlotTable
 from specattn.checks import instance, listed, whole_numbers
 from specattn.config import SpecConfig
@@ -195,7 +195,7 @@ class Engine:
         def slot(model: Any, scales: Scales) -> ModelSlot[Any]:
             """Give a model a pool, and attention over it."""
             model = for_context(model, config.max_context_len)
-            pool = KVPool(model.layers, slots, target.device, kv_dtype=kv_dtype, scales=scales)
+            pool = memory_for(model.layers, self.table, kv_dtype=kv_dtype, scales=scales)
             return ModelSlot.of(model, pool, backend, deterministic=deterministic)
 
         self.target: ModelSlot[TargetModel] = slot(target, kv_scales[0])
@@ -208,7 +208,14 @@ class Engine:
         self.states = RequestStates.alloc(config.max_num_reqs + 1, fields, target.device)
         self.eos_token_ids = end_ids(self.target.model, tokenizer)
         self.scheduler = Scheduler(
-            self.table, self.configs, self.eos_token_ids, self.detokenize, self.proposer.read_ahead
+            self.table,
+            self.configs,
+            self.eos_token_ids,
+            self.detokenize,
+            self.proposer.read_ahead,
+            shares_prefixes=all(
+                one.shares_prefixes for one in (self.target, self.draft) if one is not None
+            ),
         )
         self._prefill = Prefill(self.target, self.proposer, self.table, widest)
         between = plans_on_host(self.target, self.draft) or options.get("validate") == "debug"

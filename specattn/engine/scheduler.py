@@ -37,6 +37,8 @@ class Scheduler:
         Makes text of tokens, for stop strings.
     read_ahead : int
         Slots past a prompt that running it writes: `Proposer.read_ahead`.
+    shares_prefixes : bool
+        Whether requests may share prefixes: `ModelSlot.shares_prefixes` of all models.
 
     Attributes
     ----------
@@ -55,9 +57,12 @@ class Scheduler:
         eos: Collection[int],
         detokenize: Callable[[list[int]], str] | None,
         read_ahead: int = 0,
+        *,
+        shares_prefixes: bool = True,
     ) -> None:
         self.table, self.configs = table, configs
         self._eos, self._detokenize, self._read_ahead = eos, detokenize, read_ahead
+        self._shares = shares_prefixes
         self.waiting: list[Item] = []
         self.running: list[RunningRequest] = []
         self._rows = self.full = table.num_free_rows
@@ -318,7 +323,7 @@ class Scheduler:
         logits.
         """
         page = self.table.page_size
-        return (min(common, len(prompt)) - 1) // page * page if common else 0
+        return (min(common, len(prompt)) - 1) // page * page if common and self._shares else 0
 
 
 def _drop(result: RequestOutput) -> bool:

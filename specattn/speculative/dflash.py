@@ -68,7 +68,7 @@ class DFlashProposer(ModelProposer):
         """Write the prompts' context; nothing else is kept."""
         assert chunk.features is not None
         states, slots = self.model.combine(chunk.features), chunk.plan.out_slots
-        self.model.write_context(states, chunk.positions, self.slot.pool, slots)
+        self.model.write_context(states, chunk.positions, self.slot.backend.pool, slots)
         return {}
 
 
@@ -128,6 +128,6 @@ class BoundDFlash(BoundProposer):
         width = buffers.features.shape[1]
         states = model.combine(buffers.features.flatten(0, 1))
         positions = buffers.rotary(buffers.positions[:, :width])
-        pool, slots = self.proposer.slot.pool, buffers.window[:, :width]
+        pool, slots = self.proposer.slot.backend.pool, buffers.window[:, :width]
         model.write_context(states, positions.flatten(), pool, slots)
         return {}

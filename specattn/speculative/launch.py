@@ -132,7 +132,7 @@ class StepLaunch:
             first()
         else:
             (second,) = others
-            with _all_or_none(self._states()):
+            with _all_or_none(self._changed()):
                 first()
                 second()
         if self.part.has(ForwardMode.DRAFT_EXTEND):
@@ -141,8 +141,7 @@ class StepLaunch:
     def holders(self) -> tuple[Iterable[object], ...]:
         """Return what holds the tensors of states, table and pools."""
         step = self.steps[0]
-        pools = [slot.pool for slot in step.setup.slots]
-        caches = [cache for pool in pools for cache in (pool.k, pool.v)]
+        caches = [cache for slot in step.setup.slots for cache in slot.tensors().values()]
         # views of dictionaries: of their tensors, whichever these are by then
         states = [vars(one) for one in self._states()]
         states += [value for one in states for value in one.values() if isinstance(value, dict)]
@@ -157,6 +156,12 @@ class StepLaunch:
         step = self.steps[0]
         own = () if step.processing is None else (step.processing.processors,)
         return (step.states, *own)
+
+    def _changed(self) -> list[Tensor]:
+        """Return what a step must find as it was to run again."""
+        slots = self.steps[0].setup.slots
+        kept = [one.tensors() for one in self._states()] + [slot.by_row() for slot in slots]
+        return [tensor for one in kept for tensor in one.values()]
 
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers, tables, states, pools and configs of the step."""
@@ -179,9 +184,8 @@ class StepLaunch:
 
 
 @contextmanager
-def _all_or_none(states: Sequence[BufferSet]) -> Iterator[None]:
-    """Put the states back if anything fails."""
-    tensors = [tensor for one in states for tensor in one.tensors().values()]
+def _all_or_none(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Put what tensors hold back if anything fails."""
     before = [tensor.clone() for tensor in tensors]
     try:
         yield

@@ -15,18 +15,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from specattn.attention.layers import LayeredBackend
-from specattn.cache.kv_pool import KVPool
-from specattn.checks import instance, kind_of
+from specattn.checks import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from specattn.backends.base import BackendFactory
-    from specattn.config import AttnConfig
+    from specattn.batch import AcceptResult
+    from specattn.cache.kv_pool import Caches
+    from specattn.cache.memory import Memory
+    from specattn.config import LayerConfig
+    from specattn.plan import AttnPlan
 
 
 class Attend(Protocol):
@@ -106,8 +109,8 @@ class TargetModel(Protocol):
     """The model whose distribution is decoded."""
 
     @property
-    def layers(self) -> tuple[AttnConfig, ...]:
-        """The attention geometry of every layer, in the order ``attend`` numbers them."""
+    def layers(self) -> tuple[LayerConfig, ...]:
+        """The geometry of every layer, in the order ``attend`` numbers them."""
 
     @property
     def vocab_size(self) -> int:
@@ -149,8 +152,8 @@ class AnyDraftModel(Protocol):
     """The part that draft models of all kinds have in common."""
 
     @property
-    def layers(self) -> tuple[AttnConfig, ...]:
-        """The attention geometry of every layer, in the order ``attend`` numbers them."""
+    def layers(self) -> tuple[LayerConfig, ...]:
+        """The geometry of every layer, in the order ``attend`` numbers them."""
 
     @property
     def vocab_size(self) -> int:
@@ -270,27 +273,27 @@ def for_context(model: Model, max_context_len: int) -> Model:
 
 @dataclass(frozen=True)
 class ModelSlot(Generic[Model]):
-    """A model with its paged KV, and its attention over that pool.
+    """A model, what it keeps of requests, and its attention over that.
 
     Parameters
     ----------
     model : TargetModel or DraftModel
         The model.
-    pool : KVPool
-        Its keys and values; target and draft pools share slot numbers.
+    pool : Memory
+        What its layers keep: a `KVPool`; target and draft pools share slot numbers.
     backend : LayeredBackend
-        Its attention over that pool.
+        Its attention over these.
     """
 
     model: Model
-    pool: KVPool
+    pool: Memory
     backend: LayeredBackend
 
     @classmethod
     def of(
         cls,
         model: Model,
-        pool: KVPool,
+        pool: Memory,
         backend: str | BackendFactory,
         *,
         deterministic: bool = False,
@@ -301,8 +304,8 @@ class ModelSlot(Generic[Model]):
         ----------
         model : TargetModel or DraftModel
             The model.
-        pool : KVPool
-            Its keys and values; the geometry of every layer and the device are the pool's.
+        pool : Memory
+            A `KVPool`; the geometry of every layer and the device are the pool's.
         backend : str or BackendFactory
             What `choose_backend` takes: a name, or a backend or composite itself.
         deterministic : bool
@@ -316,13 +319,40 @@ class ModelSlot(Generic[Model]):
             If ``model`` is no model, ``pool`` is no `KVPool`, or its layers are another model's.
         """
         check_model("model", model, "a target or a draft model", has="layers")
-        instance("pool", pool, KVPool, "a KVPool")
-        _check_layers(model.layers, pool.layers)
-        layers = [
-            replace(layer, deterministic=layer.deterministic or deterministic)
-            for layer in pool.layers
-        ]
-        return cls(model, pool, LayeredBackend(backend, layers, pool, pool.device))
+        made = LayeredBackend.of(backend, model.layers, pool, deterministic=deterministic)
+        return cls(model, pool, made)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of what it keeps."""
+        return self.pool.device
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that it can keep, slot 0 included."""
+        return self.pool.num_slots
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what it keeps of a text's beginning serves other texts, too."""
+        return not self.by_row()
+
+    def tensors(self) -> Mapping[str, Caches]:
+        """Return all that it keeps; see `Memory.tensors`."""
+        return self.pool.tensors()
+
+    def by_row(self) -> Mapping[str, Tensor]:
+        """Return what it keeps by row; see `Memory.by_row`."""
+        return self.pool.by_row()
+
+    def admit(self, rows: Sequence[int]) -> None:
+        """Let prompts begin in these rows, whoever had them before."""
+        for tensor in self.by_row().values():
+            tensor[:, rows] = 0
+
+    def commit(self, plan: AttnPlan, accepted: AcceptResult) -> None:
+        """Keep the accepted path of what ``plan`` verified; see `Memory.commit`."""
+        self.pool.commit(plan.tail_slots, accepted, plan.req_pool_indices)
 
     def for_context(self, max_context_len: int) -> ModelSlot[Model]:
         """Return the slot for contexts of that length; see `ContextModel`."""
@@ -332,13 +362,3 @@ class ModelSlot(Generic[Model]):
     def with_own_workspace(self) -> ModelSlot[Model]:
         """Return the same slot with attention that may run beside it."""
         return replace(self, backend=self.backend.with_own_workspace())
-
-
-def _check_layers(own: Sequence[AttnConfig], pools: Sequence[AttnConfig]) -> None:
-    """Refuse a pool of another model; what it stores may differ."""
-    if len(own) != len(pools):
-        raise ValueError(f"pool must have the model's {len(own)} layers, got {len(pools)}")
-    for at, (layer, found) in enumerate(zip(own, pools, strict=True)):
-        wanted = replace(layer, kv_dtype=found.kv_dtype, deterministic=found.deterministic)
-        if found != wanted:
-            raise ValueError(f"pool.layers[{at}] must be the model's, {wanted}, got {found}")

@@ -24,6 +24,7 @@ from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import check_kept
 from specattn.speculative.validation import (
     check_logits,
+    check_pools,
     check_prompts,
     check_slots,
     check_target,
@@ -122,12 +123,9 @@ class Prefill:
         wanted = "a SlotTable, an ExternalTable or req_to_token"
         instance("table", self.table, (Tensor, SlotTable, ExternalTable), wanted)
         instance("config", self.config, SpecConfig, "a SpecConfig")
-        for slot in (self.target, self.proposer.slot):
-            if slot is not None and slot.pool.device != self.req_to_token.device:
-                raise ValueError(
-                    f"pools must be on the table's {self.req_to_token.device}, "
-                    f"got {slot.pool.device}"
-                )
+        own = self.proposer.slot
+        slots = (self.target,) if own is None else (self.target, own)
+        check_pools(slots, self.req_to_token.device)
 
     @cached_property
     def proposer(self) -> Proposer:
@@ -275,6 +273,7 @@ class Prefill:
     def _forward_target(
         self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], plan: ExtendPlan, last: Tensor
     ) -> TargetOutput:
+        self.target.admit([prompts[p.index].row for p in pieces if not p.start])
         ids = [t for p in pieces for t in prompts[p.index].tokens[p.start : p.stop]]
         attend = self.target.backend.bind_prompts(plan, [p.start for p in pieces])
         model, tokens = self.target.model, torch.tensor(ids, device=last.device)

@@ -329,7 +329,7 @@ class Step:
     def commit(self, accepted: AcceptResult, features: Tensor) -> None:
         """Move the kept path's KV and features to the front.
 
-        Where nothing proposes, there is nothing to move: one token was verified.
+        Where nothing proposes, one token was verified, and nobody reads features.
 
         Parameters
         ----------
@@ -343,10 +343,10 @@ class Step:
         ValueError
             If the target gives features of another width than the draft reads.
         """
-        buffers = self.buffers
+        self.target.commit(self.verify_plan, accepted)
         if not self.bound.reads_path:
             return
-        self.target.pool.commit(self.verify_plan.tail_slots, accepted)
+        buffers = self.buffers
         # what nobody reads may be of any width
         if width := buffers.features.shape[-1]:
             check_features(features.shape[-1], width)

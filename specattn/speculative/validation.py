@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -136,12 +136,16 @@ def check_tables(setup: StepSetup) -> None:
     expect("states.seq_lens", states.seq_lens, (rows,), torch.int32, table.req_to_token.device)
     if config.num_steps:
         check_states(setup.proposer.state_fields(config), states.drafting)
-    slots, device = table.num_pages * table.page_size, table.req_to_token.device
-    for slot in setup.slots:
-        if slot.pool.device != device:
-            raise ValueError(f"pools must be on the table's {device}, got {slot.pool.device}")
-        if (found := slot.pool.num_slots) < slots:
-            raise ValueError(f"pools must have the table's {slots} slots, got {found}")
+    check_pools(setup.slots, table.req_to_token.device, table.num_pages * table.page_size)
+
+
+def check_pools(slots: Sequence[ModelSlot[Any]], device: torch.device, num_slots: int = 0) -> None:
+    """Refuse pools that lack the table's slots, or lie elsewhere."""
+    for slot in slots:
+        if slot.device != device:
+            raise ValueError(f"pools must be on the table's {device}, got {slot.device}")
+        if (found := slot.num_slots) < num_slots:
+            raise ValueError(f"pools must have the table's {num_slots} slots, got {found}")
 
 
 def check_states(fields: Mapping[str, StateField], drafting: Mapping[str, Tensor]) -> None:
@@ -232,7 +236,7 @@ def taking_part(
     if not len(at):
         return None
     mirror = lens.cpu() if seq_lens_cpu is None else seq_lens_cpu
-    found, lens, num_slots = where[at], lens[at], setup.target.pool.num_slots
+    found, lens, num_slots = where[at], lens[at], setup.target.num_slots
     check_contents(found, lens, mirror[at.cpu()], config, table.req_to_token, num_slots)
     starts = lens + states.position_offsets[found].sum(1)
     limit = table.max_context_len - config.reserve_len

@@ -207,9 +207,9 @@ class World:
 
 
 def caches(model: ModelSlot[Any] | None) -> dict[str, Tensor]:
-    """Return the keys and values of a model's layers; none without one."""
-    pools = {} if model is None else {"k": model.pool.k, "v": model.pool.v}
-    named = ((name, *one) for name, layers in pools.items() for one in enumerate(layers))
+    """Return what a model's layers keep, each by itself; nothing without one."""
+    kept = {} if model is None else model.tensors()
+    named = ((name, *one) for name, layers in kept.items() for one in enumerate(layers))
     return {f"{name} of layer {layer}": cache for name, layer, cache in named}
 
 

@@ -82,8 +82,8 @@ MUTANTS = [
     (
         m.CountsPositionsFromTheChunk,
         {
-            "prompts in chunks": "k of layer 0 of prompt 0 of 3, in chunks of 12, differs",
-            "cached prefixes": "k of layer 0 differs",
+            "prompts in chunks": "k_cache of layer 0 of prompt 0 of 3, in chunks of 12, differs",
+            "cached prefixes": "k_cache of layer 0 differs",
         },
     ),
     (
@@ -92,11 +92,14 @@ MUTANTS = [
     ),
     (
         m.ForgetsTheBonusToken,
-        {"step by step": "k of layer 0 of request 0, whose text was a prompt, differs"},
+        {"step by step": "k_cache of layer 0 of request 0, whose text was a prompt, differs"},
     ),
     (m.GivesAllTheFirstOnesState, {"step by step": "topk_probs of request 0, .* differs"}),
     (m.ChoosesOnTheHost, {"host reads": "_local_scalar_dense reads a value"}),
-    (m.WritesMoreThanItSays, {"writes outside the window": "k of layer 0 of the draft changed at"}),
+    (
+        m.WritesMoreThanItSays,
+        {"writes outside the window": "k_cache of layer 0 of the draft changed at"},
+    ),
     (
         m.ReadsTheLastRow,
         {"step by step": "topk_probs of request", "rows past the accepted": "topk_probs differs"},
