@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from specattn.speculative.states import RequestStates as RequestStates
     from specattn.speculative.step_decoder import PendingStep as PendingStep
     from specattn.speculative.step_decoder import StepDecoder as StepDecoder
+    from specattn.speculative.step_setup import StepSetup as StepSetup
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ _HOME_OF = {
     "SpecAttnError": "errors",
     "SpecConfig": "config",
     "StepDecoder": "speculative.step_decoder",
+    "StepSetup": "speculative.step_setup",
     "available": "backends",
     "choose_backend": "backends",
     "generate": "integrations.transformers",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specattn.config import SpecConfig
+from specattn.speculative.drafts import NoProposer
 from specattn.speculative.level import Level
 from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.step_decoder import StepDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from specattn.engine.request import Request
     from specattn.speculative.logits_processor import LogitsProcessor
@@ -33,8 +35,8 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         Batch sizes to capture.
     own : sequence of LogitsProcessor
         Those of the user, which requests may ask for.
-    sampled, processed : bool
-        Levels that are captured now; see `specattn.engine.engine.Engine`.
+    levels : collection of Level
+        Those that are captured now, besides greedy steps.
 
     Attributes
     ----------
@@ -48,15 +50,18 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         configs: Sequence[SpecConfig],
         buckets: Sequence[int],
         own: Sequence[LogitsProcessor],
-        *,
-        sampled: bool,
-        processed: bool,
+        levels: Collection[Level],
     ) -> None:
         super().__init__()
         self.setup, self._buckets, self._own = setup, buckets, own
-        self.processors = self._alloc_processors() if processed else None
+        self.processors = self._alloc_processors() if Level.PROCESSED in levels else None
         for one in configs:
-            self[one] = self._make(one, sampled=sampled)
+            self[one] = StepDecoder.of(
+                replace(setup, config=one),
+                buckets=buckets,
+                levels=levels,
+                processors=self.processors,
+            )
         # levels whose captures were tried while requests ran, by config
         self._tried: set[tuple[SpecConfig, Level]] = set()
 
@@ -67,28 +72,17 @@ class Decoders(dict[SpecConfig, StepDecoder]):
                 return self[config]
         if config != self.setup.config.plain():
             raise ValueError(f"config must be one of the engine's configs, got {config}")
-        sampled = any(one.sampled for one in self.values())
-        self[config] = found = self._make(config, sampled=sampled, late=True)
-        tried = Level.each(sampled=sampled, processed=self.processors is not None)
-        self._tried.update((config, level) for level in tried)
-        return found
-
-    def _make(self, config: SpecConfig, *, sampled: bool, late: bool = False) -> StepDecoder:
-        """Make a decoder; ``late`` is plain decoding while requests run."""
-        setup = self.setup
-        return StepDecoder(
-            setup.target,
-            None if late else setup.proposer,
-            config,
-            setup.table,
-            setup.states,
-            # the largest bucket holds whatever batch the others hold
-            buckets=[max(self._buckets)] if late else self._buckets,
-            sampled=sampled,
+        levels = frozenset[Level]().union(*(one.levels for one in self.values()))
+        self[config] = found = StepDecoder.of(
+            replace(self.setup, config=config, proposer=NoProposer()),
+            # it holds whatever batch the others hold
+            buckets=[max(self._buckets)],
+            levels=levels,
             processors=self.processors,
-            or_eager=late,
-            **vars(setup.options),
+            or_eager=True,
         )
+        self._tried.update((config, level) for level in levels)
+        return found
 
     def capture_for(self, requests: Iterable[Request]) -> None:
         """Capture the levels of steps that requests need, unless that was tried."""
@@ -97,12 +91,8 @@ class Decoders(dict[SpecConfig, StepDecoder]):
                 self.processors = self._alloc_processors()
             for config, decoder in self.items():
                 if (config, level) not in self._tried:
-                    decoder.capture(
-                        sampled=level is Level.SAMPLED,
-                        processors=self.processors if level is Level.PROCESSED else None,
-                        constrained=level is Level.CONSTRAINED,
-                        or_eager=True,
-                    )
+                    states = self.processors if level is Level.PROCESSED else None
+                    decoder.capture(level, processors=states, or_eager=True)
                     self._tried.add((config, level))
 
     def _alloc_processors(self) -> ProcessorStates:

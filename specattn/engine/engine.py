@@ -7,12 +7,8 @@ import time
 from contextlib import contextmanager
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
-import torch
-
-from specattn.cache.memory import memory_for
-from specattn.cache.slot_table import SlotTable
 from specattn.checks import instance, listed, whole_numbers
 from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
@@ -27,20 +23,21 @@ from specattn.engine.ranks import agree, ranks_of
 from specattn.engine.request import Request, RequestOutput, RunningRequest
 from specattn.engine.scheduler import Scheduler
 from specattn.errors import CapacityError
-from specattn.speculative.drafts import NoProposer, draft_of
+from specattn.speculative.drafts import draft_of
 from specattn.speculative.grammar import bitmask_of
 from specattn.speculative.level import Level
 from specattn.speculative.logits_processor import as_processors
-from specattn.speculative.model import ModelSlot, check_model, for_context
 from specattn.speculative.prefill import Prefill, leave_nothing
-from specattn.speculative.states import RequestStates
-from specattn.speculative.step_setup import StepOptions, StepSetup, plans_on_host
+from specattn.speculative.step_setup import StepSetup
+from specattn.speculative.validation import check_target_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import torch
+
     from specattn.backends.base import BackendFactory
-    from specattn.config import KVScales
+    from specattn.cache.slot_table import SlotTable
     from specattn.cuda_graph import GraphReport
     from specattn.engine.detokenizer import Tokenizer
     from specattn.engine.flight import Gain, LaunchedStep
@@ -50,11 +47,9 @@ if TYPE_CHECKING:
     from specattn.speculative.drafts import Draft
     from specattn.speculative.host_buffers import TokenLogprobs
     from specattn.speculative.logits_processor import LogitsProcessor
-    from specattn.speculative.model import TargetModel
+    from specattn.speculative.model import ModelSlot, TargetModel
     from specattn.speculative.step_decoder import StepDecoder
-    from specattn.speculative.step_setup import CudagraphMode, EngineKeywords
-
-    Scales = Sequence[KVScales] | None
+    from specattn.speculative.step_setup import CudagraphMode, EngineKeywords, Scales
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +144,7 @@ class Engine:
     # whether a call changes the books; an interrupt that nothing undid leaves it so
     _changing = False
 
-    def __init__(  # noqa: PLR0913, PLR0915 - a constructor
+    def __init__(  # noqa: PLR0913 - a constructor
         self,
         target: TargetModel,
         draft: Draft | None,
@@ -172,7 +167,7 @@ class Engine:
         kv_scales: tuple[Scales, Scales] = (None, None),
         **options: Unpack[EngineKeywords],
     ) -> None:
-        check_model("target", target, "an HFTarget (from_pretrained, from_model) or another model")
+        check_target_model(target)
         drafts, self.ranks = draft_of(draft), ranks_of(target)
         instance("config", config, SpecConfig, "a SpecConfig")
         given = config, *listed("configs", configs, "SpecConfig")
@@ -188,24 +183,24 @@ class Engine:
         self.configs = SpeculativeConfigs(
             (config, *configs), policy, self.buckets, ranks=self.ranks
         )
-        pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
-        slots = pages * config.page_size if num_slots is None else num_slots
-        self.table = SlotTable(**config.sizes, num_slots=slots, device=target.device)
-
-        def slot(model: Any, scales: Scales) -> ModelSlot[Any]:
-            """Give a model a pool, and attention over it."""
-            model = for_context(model, config.max_context_len)
-            pool = memory_for(model.layers, self.table, kv_dtype=kv_dtype, scales=scales)
-            return ModelSlot.of(model, pool, backend, deterministic=deterministic)
-
-        self.target: ModelSlot[TargetModel] = slot(target, kv_scales[0])
+        setup = StepSetup.over(
+            target,
+            drafts if any(one.num_steps for one in self.configs.all) else None,
+            # of all configs it needs most proposals to start from
+            max(self.configs.all, key=lambda one: one.proposals),
+            num_slots=num_slots,
+            backend=backend,
+            deterministic=deterministic,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
+            record=graphs,
+            cudagraph=cudagraph,
+            recorder=Recorder(),
+            **options,
+        )
+        self.target, self.proposer = setup.target, setup.proposer
+        self.table, self.states = cast("SlotTable", setup.table), setup.states
         _warn_beyond_training(self.target.model, config)
-        drafts = drafts if any(one.num_steps for one in self.configs.all) else NoProposer()
-        self.proposer = drafts.make(partial(slot, scales=kv_scales[1]))
-        # of all configs it needs most proposals to start from
-        widest = max(self.configs.all, key=lambda one: one.proposals)
-        fields = self.proposer.state_fields(widest)
-        self.states = RequestStates.alloc(config.max_num_reqs + 1, fields, target.device)
         self.eos_token_ids = end_ids(self.target.model, tokenizer)
         self.scheduler = Scheduler(
             self.table,
@@ -213,21 +208,14 @@ class Engine:
             self.eos_token_ids,
             self.detokenize,
             self.proposer.read_ahead,
-            shares_prefixes=all(
-                one.shares_prefixes for one in (self.target, self.draft) if one is not None
-            ),
+            shares_prefixes=all(one.shares_prefixes for one in setup.slots),
         )
-        self._prefill = Prefill(self.target, self.proposer, self.table, widest)
-        between = plans_on_host(self.target, self.draft) or options.get("validate") == "debug"
-        cudagraph = cudagraph or ("piecewise" if between else "full")
-        steps = StepOptions(record=graphs, cudagraph=cudagraph, recorder=Recorder(), **options)
+        self._prefill = Prefill.of(setup)
+        slots, levels = self.target.pool.num_slots, Level.each(sampled=sampled, processed=processed)
         sizes = self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name
         asked = [one.name for one in own], sampled, processed, deterministic, draft is not None
-        agree(self.ranks, "the settings of an Engine", (sizes, asked, steps.settings))
-        setup = StepSetup(self.target, self.proposer, config, self.table, self.states, steps)
-        self._decoders = Decoders(
-            setup, self.configs.all, self.buckets, own, sampled=sampled, processed=processed
-        )
+        agree(self.ranks, "the settings of an Engine", (sizes, asked, setup.options.settings))
+        self._decoders = Decoders(setup, self.configs.all, self.buckets, own, levels)
         self._totals = Totals(max(one.num_steps for one in self.configs.all))
         self._flight = Flight(
             self._decoders,

@@ -14,7 +14,6 @@ from specattn.checks import listed
 from specattn.engine.ranks import decide
 from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.level import Level
-from specattn.speculative.step_setup import plans_on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,7 +82,7 @@ class Flight:
         self.steps: list[LaunchedStep] = []
         self._decoders, self._scheduler, self._configs = decoders, scheduler, configs
         self._totals, self._append, self._ranks = totals, append, ranks
-        self._plans_on_host = plans_on_host(*decoders.setup.slots)
+        self._plans_on_host = decoders.setup.plans_on_host
         # when the last one was handed out
         self._collected_at = 0.0
 
@@ -138,8 +137,7 @@ class Flight:
         began = time.perf_counter()
         pending = self._decoders[config].step_async(
             rows,
-            sampled=level >= Level.SAMPLED,
-            processed=level >= Level.PROCESSED,
+            level=level,
             seq_lens_cpu=lens,
             grammars=[one.grammar for one in group] if level is Level.CONSTRAINED else None,
             trees=self._trees(config, group),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel, TargetOutput
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
+    from specattn.speculative.step_setup import StepSetup
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,11 @@ class Prefill:
     table: RequestTable | Tensor
     config: SpecConfig
     chunk: int = 4096
+
+    @classmethod
+    def of(cls, setup: StepSetup) -> Self:
+        """Return what runs the prompts of a setup's requests."""
+        return cls(setup.target, setup.proposer, setup.table, setup.config)
 
     def __post_init__(self) -> None:
         whole_number("chunk", self.chunk, 1)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 import torch
 
@@ -25,7 +25,7 @@ from specattn.speculative.launch import StepLaunch, StepMemory
 from specattn.speculative.level import Level
 from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.step import StepPart
-from specattn.speculative.step_setup import CudagraphMode, StepOptions, StepSetup, plans_on_host
+from specattn.speculative.step_setup import CudagraphMode, StepOptions, StepSetup
 from specattn.speculative.validation import (
     check_draft_tokens,
     check_rows,
@@ -35,7 +35,7 @@ from specattn.speculative.validation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
@@ -68,6 +68,8 @@ class StepDecoder(ReadOnly):
     pinned memory of the host. A request without slots for a step (see ``SlotTable.reserved``) sits
     the step out, and row 0, which is padding, takes part in the forwards alone: a rank without
     requests, or with fewer than others, can run what they run.
+
+    A decoder is made of its parts, as here, or `of` the setup that `StepSetup.over` puts together.
 
     Parameters
     ----------
@@ -136,17 +138,54 @@ class StepDecoder(ReadOnly):
     ) -> None:
         proposer = as_proposer(draft)
         setup = StepSetup(target, proposer, config, table, states, StepOptions(**options))
+        self._begin(setup, buckets)
+        self.capture(sampled=sampled, processors=processors, or_eager=or_eager)
+
+    @classmethod
+    def of(
+        cls,
+        setup: StepSetup,
+        *,
+        buckets: Sequence[int] = (1,),
+        levels: Collection[Level] = (),
+        processors: ProcessorStates | None = None,
+        or_eager: bool = False,
+    ) -> Self:
+        """Return the decoder of a setup.
+
+        Parameters
+        ----------
+        setup : StepSetup
+            What it steps with, and its options.
+        buckets, processors, or_eager
+            As in the constructor.
+        levels : collection of Level
+            What is captured besides greedy steps, as in `capture`.
+
+        Raises
+        ------
+        ValueError, ModelError, CaptureError
+            As in the constructor.
+        """
+        made = cls.__new__(cls)
+        made._begin(setup, buckets)
+        made.capture(*levels, processors=processors, or_eager=or_eager)
+        return made
+
+    def _begin(self, setup: StepSetup, buckets: Sequence[int]) -> None:
+        """Check a setup, and be ready to capture."""
         check_setup(setup)
+        config, table, states = setup.config, setup.table, setup.states
         setup = setup.with_slots(lambda slot: slot.for_context(table.max_context_len))
         self.setup, self.options, device = setup, setup.options, setup.device
         self.target, self.proposer, self.draft = setup.target, setup.proposer, setup.proposer.slot
         self.config, self.table, self.states = config, table, states
         self.cudagraph = self.options.cudagraph
         check_draft_tokens(self.proposer, self.target.model.vocab_size, device)
-        self._plans = plans_on_host(*setup.slots)
+        self._plans = setup.plans_on_host
         piecewise = self.cudagraph == "piecewise"
         self.parts = [StepPart.of(config, level, piecewise=piecewise) for level in Level]
-        self._levels = {Level.GREEDY}
+        self._levels = frozenset({Level.GREEDY})
         self.runner = GraphRunner(
             self._launch_of,
             buckets,
@@ -168,7 +207,6 @@ class StepDecoder(ReadOnly):
         self._good: tuple[int, ...] | None = None
         self._launching = False
         self._processors: ProcessorStates | None = None
-        self.capture(sampled=sampled, processors=processors, or_eager=or_eager)
 
     @property
     def modes(self) -> tuple[StepPart, ...]:
@@ -177,9 +215,9 @@ class StepDecoder(ReadOnly):
         return tuple(dict.fromkeys(asked))
 
     @property
-    def sampled(self) -> bool:
-        """Whether steps for requests that draw are captured, too."""
-        return Level.SAMPLED in self._levels
+    def levels(self) -> frozenset[Level]:
+        """Every level that `capture` was asked for; greedy is always among them."""
+        return self._levels
 
     @property
     def processors(self) -> ProcessorStates | None:
@@ -188,7 +226,7 @@ class StepDecoder(ReadOnly):
 
     def capture(
         self,
-        *,
+        *levels: Level,
         sampled: bool = False,
         processors: ProcessorStates | None = None,
         constrained: bool = False,
@@ -196,22 +234,35 @@ class StepDecoder(ReadOnly):
     ) -> None:
         """Capture every bucket, for greedy requests and what is asked for.
 
-        Those are requests that draw, if ``sampled``, and requests with processors, if there are
-        ``processors``; steps of the latter serve all requests. If ``constrained``, which needs
-        them, steps for requests with a grammar are captured, too: in parts, whatever ``cudagraph``
+        Those are `Level` values: requests that draw, requests with processors, whose steps serve
+        all requests, and requests with a grammar, whose steps run in parts, whatever ``cudagraph``
         says. Parts of which a bucket is captured already stay as they are. With ``or_eager``, a
         capture that fails is logged, and batches that no captured bucket holds run eagerly.
+
+        Parameters
+        ----------
+        *levels : Level
+            What is captured besides greedy steps.
+        sampled, constrained : bool
+            The same as their levels.
+        processors : ProcessorStates, optional
+            What requests ask of their logits: asks for the level, too. Processed and constrained
+            steps need them, now or in an earlier call.
+        or_eager : bool
+            Whether steps run eagerly whose capture fails.
 
         Raises
         ------
         ValueError
             From ``between`` the parts of a step of this decoder; if ``processors`` have rows of
             another table or another vocabulary, or are others than before, or if there are none
-            and ``constrained``.
+            and a level needs them.
         CaptureError
             If a capture fails, unless ``or_eager``.
         """
         self._check_free()
+        for level in levels:
+            instance("every level", level, Level, "a Level")
         if processors is not None and processors is not self._processors:
             instance("processors", processors, ProcessorStates, "ProcessorStates")
             if self._processors is not None:
@@ -223,11 +274,13 @@ class StepDecoder(ReadOnly):
             self._in_flight.logprobs = LogprobBuffers.alloc(
                 steps, batch, self.config.num_steps + 1, processors.kinds.device, pinned=True
             )
-        if constrained and self._processors is None:
-            raise ValueError("constrained needs processors")
-        self._levels |= Level.each(
+        asked = Level.each(
             sampled=sampled, processed=processors is not None, constrained=constrained
-        )
+        ).union(levels)
+        highest = max(asked, default=Level.GREEDY)
+        if highest >= Level.PROCESSED and self._processors is None:
+            raise ValueError(f"{highest.name.lower()} needs processors")
+        self._levels |= asked
         missing = [part for part in self.modes if not self.runner.captured(part)]
         self.runner.compile(missing)
         for part in missing:
@@ -255,6 +308,7 @@ class StepDecoder(ReadOnly):
         self,
         rows: Sequence[int],
         *,
+        level: Level = Level.GREEDY,
         sampled: bool = False,
         processed: bool = False,
         seq_lens_cpu: Tensor | None = None,
@@ -271,9 +325,12 @@ class StepDecoder(ReadOnly):
         rows : sequence of int
             Table rows of the requests, all different, and any number of 0 for padding, which
             gains nothing. Without rows the smallest bucket runs on padding alone.
-        sampled : bool
-            Whether any of them draws; greedy requests stay greedy either way. Without, all are
-            taken to be greedy, and only ``validate="debug"`` checks that.
+        level : Level
+            The highest that one of them needs; it serves requests of lower ones, too. What needs
+            more is not told: who draws is taken to be greedy in a greedy step, and only
+            ``validate="debug"`` checks that.
+        sampled, processed : bool
+            The same as their levels.
         seq_lens_cpu : Tensor, optional
             ``[len(rows)]`` int32, the committed lengths, for backends that plan on the host.
         between : callable, optional
@@ -288,8 +345,8 @@ class StepDecoder(ReadOnly):
             What the texts of requests must match, one per row, None for those without; each request
             with one has been admitted to the ``processors`` with ``bitmask=True``, and its grammar
             knows the tokens of every step before. They are asked between the draft and the target,
-            or before a step of plain decoding. The step is a processed one. If one raises, the
-            requests are where they were before the step.
+            or before a step of plain decoding. The step is a constrained one, which needs them. If
+            one raises, the requests are where they were before the step.
         trees : sequence of HostTree, optional
             What a `HostProposer` drafts, one per row, below the newest tokens of texts that the
             host has read: those of every step before. It must be given with one, but in plain
@@ -308,12 +365,12 @@ class StepDecoder(ReadOnly):
             not the table's, or named twice (but for 0); if ``seq_lens_cpu`` is of another shape,
             dtype or device; if there is nothing to come ``between``, or it is there that the step
             is asked for; if ``grammars`` or ``trees`` are of another number, or there is no
-            `HostProposer` for ``trees``.
+            `HostProposer` for ``trees``; if ``level`` is none, or constrained without ``grammars``.
         CaptureMismatch
             If the table, the states or the pools are elsewhere than when the graphs were captured.
             ``validate="debug"`` compares everything that they have baked in.
         NotCapturedError
-            If ``sampled``, ``processed`` or ``grammars``, and such steps were not captured.
+            If steps of the level were not captured.
         TreeError
             If one of ``trees`` is malformed; nothing has run then. With ``validate="debug"``, if
             any tree is; the target has not run then.
@@ -329,10 +386,15 @@ class StepDecoder(ReadOnly):
                 raise ValueError(
                     "nothing comes between the parts of one graph; see cudagraph='piecewise'"
                 )
-        if grammars is not None:
-            grammars = listed("grammars", grammars, "Grammar or None")
-        if grammars is not None and len(grammars) != asked:
-            raise ValueError(f"grammars must be one per row, {asked}, got {len(grammars)}")
+        if type(level) is not Level:
+            instance("level", level, Level, "a Level")
+        if sampled or processed:
+            level = max(level, Level.PROCESSED if processed else Level.SAMPLED)
+        if grammars is not None or level is Level.CONSTRAINED:
+            level = Level.CONSTRAINED
+            grammars = listed("grammars", grammars or (), "Grammar or None")
+            if len(grammars) != asked:
+                raise ValueError(f"grammars must be one per row, {asked}, got {len(grammars)}")
         trees = self._checked_trees(trees, asked)
         if not asked:
             rows, seq_lens_cpu = (0,), torch.zeros(1, dtype=torch.int32)
@@ -340,9 +402,6 @@ class StepDecoder(ReadOnly):
         steps.begin()
         if self._plans:
             self._check_read(rows)
-        level = Level.SAMPLED if sampled else Level.GREEDY
-        level = Level.PROCESSED if processed else level
-        level = Level.CONSTRAINED if grammars is not None else level
         parts = self.parts[level]
         ready = self.runner.ready(parts, len(rows))
         found = None
@@ -365,7 +424,7 @@ class StepDecoder(ReadOnly):
             self.runner.replay(part, captured)
             if found is not None and part.mode is ForwardMode.DRAFT_DECODE:
                 self._check_tree(captured, *found)
-        return steps.launched(asked, rows, processed=processed)
+        return steps.launched(asked, rows, processed=level >= Level.PROCESSED)
 
     def phases(
         self,

@@ -1,12 +1,20 @@
-"""The models, tables and options of a decoder's steps."""
+"""The models, tables and options of steps, put together."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from specattn.checks import function, one_of
+from specattn.cache.kv_pool import KVPool
+from specattn.cache.slot_table import SlotTable
+from specattn.checks import function, instance, one_of
+from specattn.config import SpecConfig
+from specattn.speculative.drafts import as_proposer, draft_of
+from specattn.speculative.model import ModelSlot, for_context
+from specattn.speculative.states import RequestStates
+from specattn.speculative.validation import check_target, check_target_model
 from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
@@ -17,17 +25,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.attention.multi_step import Indices
+    from specattn.backends.base import BackendFactory
     from specattn.batch import AcceptResult, DraftTree
     from specattn.cache.external import RequestTable
-    from specattn.config import SpecConfig
+    from specattn.config import KVScales
     from specattn.cuda_graph.recorder import Recorder
+    from specattn.speculative.drafts import Draft
     from specattn.speculative.grammar import Grammar
     from specattn.speculative.host_proposer import HostTree
-    from specattn.speculative.model import ModelSlot, TargetModel
+    from specattn.speculative.level import Level
+    from specattn.speculative.model import TargetModel
     from specattn.speculative.proposer import Proposer
     from specattn.speculative.sampling import SamplingBatch
-    from specattn.speculative.states import RequestStates
     from specattn.speculative.step import StepPart
+
+    Scales = Sequence[KVScales] | None
 
     #: Decides what is kept of a tree, as `verify.accept` does: no sync, capturable. It takes the
     #: tree, logits, lengths, config, sampling parameters, and what to write.
@@ -51,17 +63,23 @@ class EngineKeywords(TypedDict, total=False):
     capturing: Callable[[], AbstractContextManager[object]]
 
 
-class StepKeywords(EngineKeywords, total=False):
-    """The fields of `StepOptions`, as keyword arguments."""
+class SetupKeywords(EngineKeywords, total=False):
+    """The fields of `StepOptions` that `StepSetup.over` takes as they are."""
 
     record: bool
-    cudagraph: CudagraphMode
     recorder: Recorder | None
+
+
+class StepKeywords(SetupKeywords, total=False):
+    """The fields of `StepOptions`, as keyword arguments."""
+
+    cudagraph: CudagraphMode
 
 
 class StepArguments(TypedDict, total=False):
     """The keyword arguments of `StepDecoder.step_async`."""
 
+    level: Level
     sampled: bool
     processed: bool
     seq_lens_cpu: Tensor | None
@@ -139,6 +157,8 @@ class StepOptions:
 class StepSetup:
     """The models, config, table, states and options of steps, whatever their batch.
 
+    `over` makes one. Setups of several configs share the rest: ``replace(setup, config=other)``.
+
     Parameters
     ----------
     target : ModelSlot
@@ -162,6 +182,97 @@ class StepSetup:
     states: RequestStates
     options: StepOptions
 
+    @classmethod
+    def over(  # noqa: PLR0913 - an assembly
+        cls,
+        target: TargetModel | ModelSlot[TargetModel],
+        draft: Draft | ModelSlot[Any] | None,
+        config: SpecConfig,
+        *,
+        table: RequestTable | None = None,
+        num_slots: int | None = None,
+        backend: str | BackendFactory = "auto",
+        deterministic: bool = False,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: tuple[Scales, Scales] = (None, None),
+        position_offsets: bool = False,
+        cudagraph: CudagraphMode | None = None,
+        **options: Unpack[SetupKeywords],
+    ) -> StepSetup:
+        """Make all that steps need: pools, attention, a table and states.
+
+        A model, or that of a proposer, gets a pool, and attention over it. What exists already is
+        taken as it is: a model's slot, and a table.
+
+        Parameters
+        ----------
+        target : TargetModel or ModelSlot
+            The target model.
+        draft : DraftModel, BlockDraftModel, ProposerFactory, ModelSlot or None
+            What proposes tokens; None for plain decoding.
+        config : SpecConfig
+            Tree width and depth, limits and page size. If several configs share the states, the one
+            with most proposals.
+        table : RequestTable, optional
+            Rows and slots of the requests, on the device of steps; by default a `SlotTable` of the
+            config's sizes, on the target's.
+        num_slots : int, optional
+            KV slots of the table and of pools that are made; by default as many as the table has,
+            and of a table that is made so many that every request can reach ``max_context_len``.
+        backend : str or BackendFactory
+            Attention of models without a slot, by name or itself; see `choose_backend`.
+        deterministic, kv_dtype, kv_scales
+            Of what is made for models, the target's scales and the draft's; see
+            `specattn.engine.engine.Engine`.
+        position_offsets : bool
+            Whether requests may have offsets of their positions; see `RequestStates`.
+        cudagraph : {"full", "piecewise"}, optional
+            As in `StepOptions`; by default in one graph, and in three where a backend plans on the
+            host, or with ``validate="debug"``.
+        **options
+            Others of `StepOptions`.
+
+        Raises
+        ------
+        UnsupportedError
+            If the backend cannot serve the models here.
+        ModelError
+            If a model computes contexts as long as the table's in another way than shorter ones.
+        ValueError
+            If ``target`` or ``draft`` is no model, or ``config`` no `SpecConfig`; if the rest is
+            not what `SlotTable`, `KVPool` and `StepOptions` take.
+        """
+        instance("config", config, SpecConfig, "a SpecConfig")
+        if isinstance(target, ModelSlot):
+            check_target(target)
+        else:
+            check_target_model(target)
+        if table is None:
+            model = target.model if isinstance(target, ModelSlot) else target
+            table = _table(config, num_slots, model.device)
+        rows, context = len(table.req_to_token), table.max_context_len
+        device = table.req_to_token.device
+        slots = table.num_pages * table.page_size if num_slots is None else num_slots
+
+        def slot(model: Any, scales: Scales) -> ModelSlot[Any]:
+            """Give a model a pool, and attention over it."""
+            model = for_context(model, context)
+            pool = KVPool(model.layers, slots, device, kv_dtype=kv_dtype, scales=scales)
+            return ModelSlot.of(model, pool, backend, deterministic=deterministic)
+
+        own = target if isinstance(target, ModelSlot) else slot(target, kv_scales[0])
+        if isinstance(draft, ModelSlot):
+            proposer = as_proposer(draft)
+        else:
+            proposer = draft_of(draft).make(partial(slot, scales=kv_scales[1]))
+        fields = proposer.state_fields(config)
+        states = RequestStates.alloc(rows, fields, device, position_offsets=position_offsets)
+        if cudagraph is None:
+            between = _plans_on_host(own, proposer.slot) or options.get("validate") == "debug"
+            cudagraph = "piecewise" if between else "full"
+        steps = StepOptions(cudagraph=cudagraph, **options)
+        return cls(own, proposer, config, table, states, steps)
+
     @property
     def device(self) -> torch.device:
         """The device of table and states."""
@@ -173,6 +284,11 @@ class StepSetup:
         own = self.proposer.slot
         return (self.target,) if own is None else (self.target, own)
 
+    @property
+    def plans_on_host(self) -> bool:
+        """Whether the backend of any model plans on the host."""
+        return _plans_on_host(*self.slots)
+
     def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> StepSetup:
         """Return the setup with every model's slot changed."""
         proposer, own = self.proposer, self.proposer.slot
@@ -181,6 +297,12 @@ class StepSetup:
         return replace(self, target=change(self.target), proposer=proposer)
 
 
-def plans_on_host(*slots: ModelSlot[Any] | None) -> bool:
-    """Return whether the backend of any model plans on the host."""
+def _table(config: SpecConfig, num_slots: int | None, device: torch.device) -> SlotTable:
+    """Return a table; unless told, all requests may become longest."""
+    pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
+    slots = pages * config.page_size if num_slots is None else num_slots
+    return SlotTable(**config.sizes, num_slots=slots, device=device)
+
+
+def _plans_on_host(*slots: ModelSlot[Any] | None) -> bool:
     return any(slot.backend.host_plan for slot in slots if slot is not None)

@@ -14,7 +14,6 @@ from specattn.checks import expect, instance, kind_of, listed, whole_number, who
 from specattn.config import SpecConfig
 from specattn.speculative.model import ModelSlot, TargetModel, check_model
 from specattn.speculative.states import RequestStates
-from specattn.speculative.step_setup import plans_on_host
 from specattn.trees import validate_tree
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def check_setup(setup: StepSetup) -> None:
     check_target(setup.target)
     instance("config", setup.config, SpecConfig, "a SpecConfig")
     options, config, proposer = setup.options, setup.config, setup.proposer
-    if options.cudagraph == "full" and plans_on_host(*setup.slots):
+    if options.cudagraph == "full" and setup.plans_on_host:
         raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
     for slot in setup.slots[1:]:
         slot.backend.check_indices(options.indices)
@@ -115,6 +114,11 @@ def check_target(target: ModelSlot[TargetModel]) -> None:
     """Refuse what is no slot of a target, as a draft's."""
     instance("target", target, ModelSlot, "a ModelSlot (ModelSlot.of)")
     check_model("target", target.model, "the slot of a target model")
+
+
+def check_target_model(target: object) -> None:
+    """Refuse what is no target model: a path, a class, a draft."""
+    check_model("target", target, "an HFTarget (from_pretrained, from_model) or another model")
 
 
 def check_tables(setup: StepSetup) -> None:
