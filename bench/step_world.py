@@ -17,12 +17,11 @@ from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
-from specattn.speculative.drafts import as_proposer
 from specattn.speculative.host_proposer import HostProposer, HostTree
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step_setup import StepSetup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -212,22 +211,15 @@ class World:
         record: bool = True,
     ) -> StepDecoder:
         """Capture a setting."""
-        config = setting.config(self.longest, len(self.rows))
-        target, draft = self.slots_of(setting)
-        proposer = as_proposer(draft)
-        fields = proposer.state_fields(config)
-        states = RequestStates.alloc(len(self.rows) + 1, fields, self.device)
-        return StepDecoder(
-            target,
-            proposer,
-            config,
-            self.table,
-            states,
-            buckets=buckets,
+        setup = StepSetup.over(
+            *self.slots_of(setting),
+            setting.config(self.longest, len(self.rows)),
+            table=self.table,
             record=record,
             recorder=self._recorder,
             accept=accept,
         )
+        return StepDecoder.of(setup, buckets=buckets)
 
     def slots_of(self, setting: Setting) -> tuple[ModelSlot[TargetModel], Any]:
         """Return the target and the draft of a setting."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
@@ -15,10 +14,8 @@ from bench.random_models import random_eagle3, random_target
 from bench.step_forced import Forced
 from bench.step_world import SHARPER, shapes
 from specattn.config import SpecConfig
-from specattn.engine import decoders
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
-from specattn.speculative.step_decoder import StepDecoder
 
 if TYPE_CHECKING:
     from bench.engines.cells import Job
@@ -43,19 +40,15 @@ def make(job: Job, shape: Shape, device: torch.device, dtype: torch.dtype) -> tu
     )
     config = SpecConfig(steps, topk, nodes, longest, batches[-1])
 
-    def forcing(*args: Any, **options: Any) -> StepDecoder:
-        return StepDecoder(*args, **options | {"accept": forced})
-
-    # the engine takes no acceptor of a caller's
-    with mock.patch.object(decoders, "StepDecoder", forcing):
-        engine = Engine(
-            target.with_features(draft.features),
-            draft,
-            config,
-            num_slots=job.room(gained) + batches[-1] * ROOM + 1,
-            buckets=batches,
-            graphs=device.type == "cuda",
-        )
+    engine = Engine(
+        target.with_features(draft.features),
+        draft,
+        config,
+        num_slots=job.room(gained) + batches[-1] * ROOM + 1,
+        buckets=batches,
+        graphs=device.type == "cuda",
+        accept=forced,
+    )
     return engine, forced
 
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,11 @@ from specattn.integrations.sglang.processed import (
     write_logprobs,
 )
 from specattn.integrations.sglang.requests import PROCESSED_VARIABLE, asked
-from specattn.speculative.eagle import EagleProposer
+from specattn.speculative.level import Level
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.processors import ProcessorStates
-from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step_setup import StepSetup
 from specattn.speculative.verify import accept
 
 if TYPE_CHECKING:
@@ -134,10 +135,17 @@ class Steps:
         reserved = torch.full_like(req_to_token[:, 0], width).contiguous()
         num_slots = pools[0].num_slots // page * page
         table = ExternalTable(req_to_token, reserved, num_slots=num_slots, page_size=page)
-        target_slot = ModelSlot.of(models[0], pools[0], backend_name())
-        draft_slot = ModelSlot.of(models[1], pools[1], backend_name())
-        fields = EagleProposer(models[1]).state_fields(configs[0])
-        self.states = RequestStates.alloc(rows, fields, req_to_token.device)
+        records = _records(target)
+        setup = StepSetup.over(
+            ModelSlot.of(models[0], pools[0], backend_name()),
+            ModelSlot.of(models[1], pools[1], backend_name()),
+            configs[0],
+            table=table,
+            record=records,
+            accept=simulated.asked() or accept,
+            capturing=partial(_capturing, records),
+        )
+        self.states = setup.states
         # SGLang writes that many columns past a text, whether or not a row has them
         self.longest = width - (get_alloc_reserve_per_decode() + page - 1)
         self.vocab_size, self.target_ids = models[0].vocab_size, target_ids
@@ -145,23 +153,12 @@ class Steps:
         if os.environ.get(PROCESSED_VARIABLE, "1") != "0":
             states = ProcessorStates.alloc(rows, self.vocab_size, req_to_token.device)
         self.processed = None if states is None else Processed(states)
-        records = _records(target)
+        levels = Level.each(sampled=True, processed=states is not None)
         sizes_of_trees = shared_out(_buckets(target, rows - 1, records), trees)
 
         def made(config: SpecConfig, sizes: list[int]) -> StepDecoder:
-            return StepDecoder(
-                target_slot,
-                draft_slot,
-                config,
-                table,
-                self.states,
-                buckets=sizes,
-                record=records,
-                sampled=True,
-                processors=states,
-                accept=simulated.asked() or accept,
-                capturing=partial(_capturing, records),
-            )
+            one = replace(setup, config=config)
+            return StepDecoder.of(one, buckets=sizes, levels=levels, processors=states)
 
         # Python's garbage stays where it is while graphs are captured
         with torch.no_grad(), freeze_gc(not records or target.server_args.enable_cudagraph_gc):
@@ -210,11 +207,10 @@ class Steps:
         """
         rows = batch.req_pool_indices_cpu.tolist()
         processed = self.processed is not None and self.processed.among(rows)
-        sampled = not batch.sampling_info.is_all_greedy
+        level = Level.GREEDY if batch.sampling_info.is_all_greedy else Level.SAMPLED
+        level = Level.PROCESSED if processed else level
         grammars = self._grammars(batch) if processed and batch.has_grammar else None
-        step = self._decoder(len(rows)).step_async(
-            rows, sampled=sampled, processed=processed, grammars=grammars
-        )
+        step = self._decoder(len(rows)).step_async(rows, level=level, grammars=grammars)
         packed, output = step.packed, LogitsProcessorOutput(next_token_logits=None)
         scored = logprob_counts(batch.reqs, processed=processed) if batch.return_logprob else []
         self._in_flight.append((step, scored, output))
@@ -245,7 +241,7 @@ class Steps:
         if not self._constrains:
             log.info("%s: capturing steps for requests with a grammar", ALGORITHM)
             for decoder in self.decoders:
-                decoder.capture(processors=self.processed.states, constrained=True)
+                decoder.capture(Level.CONSTRAINED)
             self._constrains = True
         return [None if grammar is None else TreeGrammar(grammar) for grammar in reqs]
 
