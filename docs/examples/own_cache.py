@@ -19,11 +19,11 @@ from specattn import (
     ModelSlot,
     Prefill,
     Prompt,
-    RequestStates,
     SamplingBatch,
     SamplingParams,
     SpecConfig,
     StepDecoder,
+    StepSetup,
 )
 from specattn.cache.external import as_slots
 from specattn.models import HFTarget, load_draft
@@ -104,14 +104,14 @@ def main(new_tokens: int = 48) -> list[str]:
         pool_of(model.layers, caches)
         for model, caches in zip((target, draft), engine.layers, strict=True)
     ]
-    of_target = ModelSlot.of(target, pools[0], "auto")
-    of_draft = ModelSlot.of(draft, pools[1], "auto")
+    slots = [ModelSlot.of(*pair, "auto") for pair in zip((target, draft), pools, strict=True)]
     table = ExternalTable(
         torch.zeros(count + 1, CONTEXT, dtype=torch.int32, device=device),
         torch.zeros(count + 1, dtype=torch.int32, device=device),
         num_slots=pools[0].num_slots,
         page_size=PAGE,
     )
+    setup = StepSetup.over(*slots, config, table=table)
     rows = list(range(1, count + 1))
     on_device = torch.tensor(rows, device=device)
 
@@ -127,10 +127,10 @@ def main(new_tokens: int = 48) -> list[str]:
         engine.grow(request, length)
     fill()
     sampling = SamplingBatch.of([SamplingParams()] * count, device)
-    prefill = Prefill(of_target, of_draft, table, config)
-    start = prefill.run([Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling)
-    states = RequestStates.alloc(count + 1, prefill.proposer.state_fields(config), device)
-    states.admit(
+    start = Prefill.of(setup).run(
+        [Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling
+    )
+    setup.states.admit(
         on_device,
         torch.tensor(lens, dtype=torch.int32, device=device),
         start.bonus_tokens,
@@ -140,7 +140,7 @@ def main(new_tokens: int = 48) -> list[str]:
     texts = [[token] for token in start.bonus_tokens.tolist()]
 
     # the steps; a request that has ended has no blocks, and sits out
-    decoder = StepDecoder(of_target, of_draft, config, table, states, buckets=[count])
+    decoder = StepDecoder.of(setup, buckets=[count])
     running = set(range(count))
     while running:
         for request in running:

@@ -14,16 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn import (
-    KVPool,
-    ModelSlot,
     Prefill,
     Prompt,
-    RequestStates,
     SamplingBatch,
     SamplingParams,
-    SlotTable,
     SpecConfig,
     StepDecoder,
+    StepSetup,
 )
 from specattn.models import HFTarget, load_draft
 
@@ -45,35 +42,28 @@ def until_end(tokens: list[int], ends: Collection[int]) -> list[int]:
 def main(new_tokens: int = 48) -> list[str]:
     """Return the texts that continue the prompts."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = SpecConfig(num_steps=4, topk=2, num_draft_tokens=8, max_context_len=512)
+    config = SpecConfig(
+        num_steps=4, topk=2, num_draft_tokens=8, max_context_len=512, max_num_reqs=len(PROMPTS)
+    )
 
     # the models; a draft says which of the target's hidden states it reads
     target = HFTarget.from_pretrained(str(PAIR / "target"), dtype=torch.float32, device=device)
     draft = load_draft(str(PAIR / "draft"), target)
     target = target.with_features(draft.features)
 
-    # the slots: one table, and a pool of KV per model that both address through it
-    slots = 1 + len(PROMPTS) * config.max_context_len
-    table = SlotTable(
-        max_num_reqs=len(PROMPTS),
-        max_context_len=config.max_context_len,
-        num_slots=slots,
-        device=device,
-    )
-    of_target = ModelSlot.of(target, KVPool(target.layers, slots, device), "auto")
-    of_draft = ModelSlot.of(draft, KVPool(draft.layers, slots, device), "auto")
+    # what steps need: a pool of KV per model, and attention over it; one table of slots, which both
+    # address through; and what steps leave for each other, on the device, a row per request
+    setup = StepSetup.over(target, draft, config)
+    table, states = setup.table, setup.states
 
     # the prompts: a row each, slots for every token, one forward of both models
     prompts = [target.tokenizer(text).input_ids for text in PROMPTS]
     rows, lens = [table.allocate() for _ in prompts], [len(ids) for ids in prompts]
     table.reserve(rows, lens)
     sampling = SamplingBatch.of([SamplingParams()] * len(prompts), device)
-    prefill = Prefill(of_target, of_draft, table, config)
-    start = prefill.run([Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling)
-
-    # what steps leave for each other: on the device, a row per request
-    fields = prefill.proposer.state_fields(config)
-    states = RequestStates.alloc(len(PROMPTS) + 1, fields, device)
+    start = Prefill.of(setup).run(
+        [Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling
+    )
     states.admit(
         torch.tensor(rows, device=device),
         torch.tensor(lens, dtype=torch.int32, device=device),
@@ -85,7 +75,7 @@ def main(new_tokens: int = 48) -> list[str]:
     length = dict(zip(rows, lens, strict=True))  # of requests that still run
 
     # the steps: all of a step is captured here, once, and launched before the last one is read
-    decoder = StepDecoder(of_target, of_draft, config, table, states, buckets=[len(prompts)])
+    decoder = StepDecoder.of(setup, buckets=[len(prompts)])
     flying = None
     while length:
         # slots for this step, and for all that the step in flight may gain

@@ -13,16 +13,13 @@ from importlib.resources import files
 import torch
 
 from specattn import (
-    KVPool,
-    ModelSlot,
     Prefill,
     Prompt,
-    RequestStates,
     SamplingBatch,
     SamplingParams,
-    SlotTable,
     SpecConfig,
     StepDecoder,
+    StepSetup,
     inspect,
 )
 from specattn.models import HFTarget, load_draft
@@ -34,42 +31,36 @@ PROMPTS = ["def read_config(path):", "class Point:\n    def __init__(self, x, y)
 def main(new_tokens: int = 48, *, show: bool = False) -> list[str]:
     """Return the texts that continue the prompts; draw the first step's tree if asked to."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = SpecConfig(num_steps=4, topk=2, num_draft_tokens=8, max_context_len=512)
+    config = SpecConfig(
+        num_steps=4, topk=2, num_draft_tokens=8, max_context_len=512, max_num_reqs=len(PROMPTS)
+    )
 
     # the models; a draft says which of the target's hidden states it reads
     target = HFTarget.from_pretrained(str(PAIR / "target"), dtype=torch.float32, device=device)
     draft = load_draft(str(PAIR / "draft"), target)
     target = target.with_features(draft.features)
 
-    # the slots: one table, and a pool of KV per model that both address through it
-    slots = 1 + len(PROMPTS) * config.max_context_len
-    table = SlotTable(
-        max_num_reqs=len(PROMPTS),
-        max_context_len=config.max_context_len,
-        num_slots=slots,
-        device=device,
-    )
-    of_target = ModelSlot.of(target, KVPool(target.layers, slots, device), "auto")
-    of_draft = ModelSlot.of(draft, KVPool(draft.layers, slots, device), "auto")
+    # pools, attention, the table of slots, and the state between steps
+    setup = StepSetup.over(target, draft, config, record=False)
+    table, states = setup.table, setup.states
 
     # the prompts: a row each, slots for every token, one forward of both models
     prompts = [target.tokenizer(text).input_ids for text in PROMPTS]
     rows, lens = [table.allocate() for _ in prompts], [len(ids) for ids in prompts]
     table.reserve(rows, lens)
     sampling = SamplingBatch.of([SamplingParams()] * len(prompts), device)
-    prefill = Prefill(of_target, of_draft, table, config)
-    start = prefill.run([Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling)
+    start = Prefill.of(setup).run(
+        [Prompt(*one) for one in zip(rows, prompts, strict=True)], sampling
+    )
     for row, length in zip(rows, lens, strict=True):
         table.commit(row, length)
     texts = [[token] for token in start.bonus_tokens.tolist()]
 
     # the state between steps is yours: a row per request, read and written on the device
-    fields = prefill.proposer.state_fields(config)
-    states = RequestStates.alloc(len(table.req_to_token), fields, device)
     on_device = torch.tensor(rows, device=device), torch.tensor(lens, dtype=torch.int32).to(device)
     states.admit(*on_device, start.bonus_tokens, start.state, sampling)
 
-    decoder = StepDecoder(of_target, of_draft, config, table, states, record=False)
+    decoder = StepDecoder.of(setup)
     while min(map(len, texts)) < new_tokens:
         table.reserve(rows, [length + config.reserve_len for length in lens])
         with torch.no_grad():
