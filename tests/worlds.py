@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.batch import DraftTree, ForwardMode
-from specattn.cache.kv_pool import KVPool
-from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
-from specattn.speculative.eagle import EagleProposer
-from specattn.speculative.model import ModelSlot
-from specattn.speculative.states import RequestStates
 from specattn.speculative.step import Step, StepPart
 from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step_setup import StepSetup
 from specattn.speculative.verify import accept
 from tests.tiny import TinyDraft, TinyTarget
 
 if TYPE_CHECKING:
     from specattn.buffers import BufferSet
+    from specattn.cache.kv_pool import KVPool
+    from specattn.cache.slot_table import SlotTable
     from specattn.speculative.launch import StepLaunch
+    from specattn.speculative.states import RequestStates
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["torch_native", "triton"] if DEVICE.type == "cuda" else ["torch_native"]
@@ -155,22 +154,6 @@ def world(
 ) -> World:
     target = TinyTarget(device=DEVICE, window=window, dtype=dtype)
     draft = TinyDraft(device=DEVICE, dtype=dtype)
-    context, page = config.max_context_len, config.page_size
-    slots = -(-context // page) * page * 9
-    table = SlotTable(
-        max_num_reqs=8, max_context_len=context, num_slots=slots, page_size=page, device=DEVICE
-    )
-    rows = [table.allocate() for _ in range(8)]
-    random.Random(3).shuffle(rows)
-    for length in range(7, context + 1, 50):  # interleaves the rows' pages
-        table.reserve(rows, [length] * 8)
-    table.reserve(rows, [context] * 8)
-    pools = tuple(KVPool(m.layers, slots, DEVICE, kv_dtype=kv_dtype) for m in (target, draft))
-    slot, drafts = (
-        ModelSlot.of(m, p, backend) for m, p in zip((target, draft), pools, strict=True)
-    )
-    fields = EagleProposer(draft).state_fields(config)
-    states = RequestStates.alloc(len(table.req_to_token), fields, DEVICE)
     kept: dict[tuple[int, int], torch.Tensor] = {}
 
     def keeping(tree, logits, *rest):
@@ -181,13 +164,15 @@ def world(
         kept[at].copy_(logits)
         return accept(tree, logits, *rest)
 
-    decoder = StepDecoder(
-        slot,
-        drafts,
+    context, page = config.max_context_len, config.page_size
+    setup = StepSetup.over(
+        target,
+        draft,
         config,
-        table,
-        states,
-        buckets=buckets,
+        # as many again as a request holds are nobody's
+        num_slots=-(-context // page) * page * 9,
+        backend=backend,
+        kv_dtype=kv_dtype,
         indices=indices,
         record=record,
         cudagraph="piecewise",
@@ -195,7 +180,14 @@ def world(
         validate=validate,
         tbo=tbo,
     )
-    return World(decoder, table, pools, rows, kept)
+    table = setup.table
+    rows = [table.allocate() for _ in range(8)]
+    random.Random(3).shuffle(rows)
+    for length in range(7, context + 1, 50):  # interleaves the rows' pages
+        table.reserve(rows, [length] * 8)
+    table.reserve(rows, [context] * 8)
+    pools = tuple(slot.pool for slot in setup.slots)
+    return World(StepDecoder.of(setup, buckets=buckets), table, pools, rows, kept)
 
 
 def inputs(mode: ForwardMode, lens: list[int], seed: int, config: SpecConfig = CONFIG) -> dict:

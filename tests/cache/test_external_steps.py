@@ -12,18 +12,17 @@ from specattn import (
     ExternalTable,
     KVPool,
     ModelSlot,
-    RequestStates,
     SamplingBatch,
     SamplingParams,
     SpecConfig,
     StepDecoder,
+    StepSetup,
 )
 from specattn.attention.layers import LayeredBackend
 from specattn.batch import ForwardMode
 from specattn.config import AttnConfig
 from specattn.errors import CaptureMismatch
 from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
-from specattn.speculative.eagle import EagleProposer
 from specattn.speculative.prefill import Prefill, Prompt
 from tests.caches import LAYOUTS, MAKES, PAGE, Layout, layout_of, scattered
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
@@ -85,15 +84,16 @@ def host(layout="halves", make="scattered", backend="torch_native", config=CONFI
         block_stride=layouts[0].stride,
     )
     blocks = 1 + torch.randperm(BLOCKS - 1).to(torch.int32).view(3, -1).to(DEVICE)
-    states = RequestStates.alloc(4, EagleProposer(draft).state_fields(config), DEVICE)
-    decoder = StepDecoder(*slots, config, table, states, buckets=(1, 3))
+    setup = StepSetup.over(*slots, config, table=table)
+    decoder = StepDecoder.of(setup, buckets=(1, 3))
     one = Host(target, pools, layouts, blocks, table, decoder, [])
     one.give([64, 64, 64])
     sampling = SamplingBatch.of([SamplingParams()] * 3, DEVICE)
-    prefill = Prefill(*slots, table.req_to_token, config)
-    start = prefill.run([Prompt(row + 1, ids) for row, ids in enumerate(PROMPTS)], sampling)
+    prompts = [Prompt(row + 1, ids) for row, ids in enumerate(PROMPTS)]
+    start = Prefill.of(setup).run(prompts, sampling)
     lens = torch.tensor([len(ids) for ids in PROMPTS], dtype=torch.int32, device=DEVICE)
-    states.admit(torch.arange(1, 4, device=DEVICE), lens, start.bonus_tokens, start.state, sampling)
+    rows = torch.arange(1, 4, device=DEVICE)
+    setup.states.admit(rows, lens, start.bonus_tokens, start.state, sampling)
     one.tokens += [[token] for token in start.bonus_tokens.tolist()]
     return one
 

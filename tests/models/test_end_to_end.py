@@ -7,13 +7,12 @@ import torch
 
 from specattn import SpecConfig
 from specattn.cache.kv_pool import KVPool
-from specattn.cache.slot_table import SlotTable
 from specattn.engine.engine import Engine, Request
 from specattn.errors import ModelError
 from specattn.models import HFTarget, load_draft
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step_setup import StepSetup
 from tests.models.heads import VD, eagle3_tensors, eagle_tensors, write
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 61], [23], [7, 7, 80, 12, 55, 31, 2, 64, 19, 28, 77]]
@@ -86,8 +85,9 @@ def test_longrope_is_served_up_to_where_it_rescales_and_refused_beyond(tiny, tmp
         engine(limit + 1)
     # so is one's own loop
     config = SpecConfig(0, 1, 1, max_context_len=limit + 1, max_num_reqs=1)
-    table = SlotTable(max_num_reqs=1, max_context_len=limit + 1, num_slots=64)
-    slot = ModelSlot.of(target, KVPool(target.layers, 64, "cpu"), "torch_native")
-    states = RequestStates.alloc(2, {}, target.device)
     with pytest.raises(ModelError, match=r"max_context_len must be at most 24, got 25"):
-        StepDecoder(slot, None, config, table, states)
+        StepSetup.over(target, None, config, backend="torch_native")
+    slot = ModelSlot.of(target, KVPool(target.layers, 64, "cpu"), "torch_native")
+    setup = StepSetup.over(slot, None, config)
+    with pytest.raises(ModelError, match=r"max_context_len must be at most 24, got 25"):
+        StepDecoder.of(setup)

@@ -25,15 +25,11 @@ from triton.runtime.driver import driver
 from bench.random_models import random_eagle3, random_target
 from bench.tools.compile_targets import HOPPER, LIMITS, OfflineDriver
 from specattn.backends import triton as triton_backend
-from specattn.cache.kv_pool import KVPool
-from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.cuda_graph import GraphRunner
 from specattn.kernels.attention.tiles import DeviceLimits
-from specattn.speculative.drafts import as_proposer
-from specattn.speculative.model import ModelSlot
-from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step_setup import StepSetup
 from tests.tiny import TinyDraft, TinyTarget
 
 CPU = torch.device("cpu")
@@ -134,15 +130,8 @@ def models(kind: str) -> tuple[Any, Any]:
 
 def decoder(kind: str) -> StepDecoder:
     target, head = models(kind)
-    table = SlotTable(
-        max_num_reqs=TREE.max_num_reqs, max_context_len=CONTEXT, num_slots=SLOTS, device=CPU
-    )
-    slots: tuple[ModelSlot[Any], ...] = tuple(
-        ModelSlot.of(model, KVPool(model.layers, SLOTS, CPU), "triton") for model in (target, head)
-    )
-    proposer = as_proposer(slots[1])
-    states = RequestStates.alloc(TREE.max_num_reqs + 1, proposer.state_fields(TREE), CPU)
-    return StepDecoder(slots[0], proposer, TREE, table, states, buckets=[1, 2])
+    setup = StepSetup.over(target, head, TREE, num_slots=SLOTS, backend="triton")
+    return StepDecoder.of(setup, buckets=[1, 2])
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ import pytest
 import torch
 
 from specattn import (
-    KVPool,
-    ModelSlot,
-    RequestStates,
     SamplingBatch,
     SamplingParams,
-    SlotTable,
     SpecConfig,
     StepDecoder,
+    StepSetup,
 )
 from specattn.speculative.drafts import draft_of
+from specattn.speculative.level import Level
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.standalone import LMDraft
@@ -57,31 +55,24 @@ class Loop:
         made = draft(device=DEVICE) if draft is not None else None
         self.models = [self.target]
         self.config = config = config.reserving(draft_of(made).draft_len(config))
-        slots = SlotTable(max_num_reqs=3, max_context_len=96, num_slots=400, device=DEVICE)
-
-        def slot(model):
-            return ModelSlot.of(model, KVPool(model.layers, 400, DEVICE), "torch_native")
-
-        proposer = draft_of(made).make(slot)
-        if proposer.slot is not None:
-            self.models.append(getattr(proposer.slot.model, "model", proposer.slot.model))
-        fields, offset = proposer.state_fields(config), offsets is not None
-        states = RequestStates.alloc(4, fields, DEVICE, position_offsets=offset)
-        self.states = states
-        self.rows = [slots.allocate() for _ in PROMPTS]
-        slots.reserve(self.rows, [96] * 3)
-        drawing = SamplingBatch.of(sampling or [SamplingParams()] * 3, DEVICE)
         self.trees = []
 
         def watched(tree, *rest):
             self.trees[:] = [tree]  # static buffers
             return accept(tree, *rest)
 
-        options |= {"buckets": (3,), "sampled": True, "accept": watched}
-        self.decoder = StepDecoder(slot(self.target), proposer, config, slots, states, **options)
-        decoder = self.decoder
-        prefill = Prefill(decoder.target, proposer, slots.req_to_token, config)
-        first = prefill.run([*map(Prompt, self.rows, PROMPTS)], drawing)
+        options |= {"backend": "torch_native", "accept": watched}
+        setup = StepSetup.over(
+            self.target, made, config, position_offsets=offsets is not None, **options
+        )
+        for slot in setup.slots[1:]:
+            self.models.append(getattr(slot.model, "model", slot.model))
+        self.states = states = setup.states
+        self.rows = [setup.table.allocate() for _ in PROMPTS]
+        setup.table.reserve(self.rows, [96] * 3)
+        drawing = SamplingBatch.of(sampling or [SamplingParams()] * 3, DEVICE)
+        self.decoder = StepDecoder.of(setup, buckets=(3,), levels=[Level.SAMPLED])
+        first = Prefill.of(setup).run([*map(Prompt, self.rows, PROMPTS)], drawing)
         lens = torch.tensor([*map(len, PROMPTS)], dtype=torch.int32, device=DEVICE)
         if offsets is not None:
             offsets = torch.tensor(offsets, device=DEVICE)

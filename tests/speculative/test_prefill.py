@@ -12,12 +12,14 @@ from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
+from specattn.speculative.level import Level
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.standalone import LMDraft
 from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step_setup import StepSetup
 from tests.tiny import VOCAB, TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -30,27 +32,18 @@ class Loop:
     """A table, two pools, and what runs prompts and steps over them."""
 
     def __init__(self, config: SpecConfig) -> None:
-        slots = 1 + 2 * CONTEXT
-        self.config = config
-        self.table = SlotTable(
-            max_num_reqs=2, max_context_len=CONTEXT, num_slots=slots, device=DEVICE
-        )
+        models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
+        self.setup = StepSetup.over(*models, config, backend="torch_native")
+        self.config, self.table, self.states = config, self.setup.table, self.setup.states
         self.rows = [self.table.allocate() for _ in PROMPTS]
         self.table.reserve(self.rows, [CONTEXT] * 2)
-        self.slots = [
-            ModelSlot.of(model, KVPool(model.layers, slots, DEVICE), "torch_native")
-            for model in (TinyTarget(device=DEVICE), TinyDraft(device=DEVICE))
-        ]
-        self.prefill = Prefill(*self.slots, self.table.req_to_token, config)
-        fields = self.prefill.proposer.state_fields(config)
-        self.states = RequestStates.alloc(3, fields, DEVICE)
+        self.slots = self.setup.slots
+        self.prefill = Prefill.of(self.setup)
 
     def texts(self) -> list[list[int]]:
         """Continue the prompts."""
         sampling = SamplingBatch.of(PARAMS, DEVICE)
-        decoder = StepDecoder(
-            *self.slots, self.config, self.table, self.states, buckets=[2], sampled=True
-        )
+        decoder = StepDecoder.of(self.setup, buckets=[2], levels=[Level.SAMPLED])
         start = self.prefill.run(list(map(Prompt, self.rows, PROMPTS)), sampling)
         lens = torch.tensor(list(map(len, PROMPTS)), dtype=torch.int32, device=DEVICE)
         rows = torch.tensor(self.rows, device=DEVICE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,14 +16,12 @@ from bench.random_models import random_eagle3, random_target
 from bench.tools.compile_targets import HOPPER, Launch, Notes
 from specattn.attention import Attention
 from specattn.backends import triton as triton_backend
-from specattn.cache.kv_pool import KVPool
 from specattn.config import AttnConfig, SpecConfig
-from specattn.speculative.drafts import draft_of
 from specattn.speculative.lookup import LookupProposer
-from specattn.speculative.model import ModelSlot
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.standalone import LMDraft
+from specattn.speculative.step_setup import StepSetup
 from tests.tiny import TinyTarget
 
 if TYPE_CHECKING:
@@ -84,11 +83,9 @@ def models(kind: str) -> tuple[Any, Any]:
 
 
 def prefill(target: Any, draft: Any) -> Prefill:
-    def slot(model: Any) -> ModelSlot[Any]:
-        return ModelSlot.of(model, KVPool(model.layers, SLOTS, CPU), "triton")
-
+    setup = StepSetup.over(target, draft, CONFIG, num_slots=SLOTS, backend="triton")
     table = torch.ones(MOST + 1, CONFIG.max_context_len, dtype=torch.int32)
-    return Prefill(slot(target), draft_of(draft).make(slot), table, CONFIG)
+    return replace(Prefill.of(setup), table=table)
 
 
 def launched(

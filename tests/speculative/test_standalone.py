@@ -7,16 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specattn.cache.kv_pool import KVPool
-from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.model import ModelSlot
 from specattn.speculative.prefill import Prefill, Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from specattn.speculative.standalone import LMDraft, StandaloneProposer
-from specattn.speculative.states import RequestStates
+from specattn.speculative.standalone import LMDraft
 from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step_setup import StepSetup
 from tests.books import check_books
 from tests.samples import sampled, star
 from tests.speculative import laws
@@ -187,26 +184,21 @@ def test_vocabularies_may_be_padded(target, wanted, tree, own, padded) -> None:
 
 def test_a_loop_of_ones_own_reserves_what_the_draft_writes(target) -> None:
     config = SpecConfig(3, 1, 4, 64, 2)
-    table = SlotTable(max_num_reqs=2, max_context_len=64, num_slots=200, device=target.device)
     draft = LMDraft(target, VOCAB)
-    slot, own = (
-        ModelSlot.of(model, KVPool(model.layers, 200, target.device), "torch_native")
-        for model in (target, draft)
-    )
-    proposer = StandaloneProposer(own)
-    states = RequestStates.alloc(3, proposer.state_fields(config), target.device)
+    setup = StepSetup.over(target, draft, config, backend="torch_native")
     with pytest.raises(ValueError, match=r"reserve_len must be at least 5, .* got 4: use config"):
-        StepDecoder(slot, own, config, table, states)
+        StepDecoder.of(setup)
     config = config.reserving(draft.draft_len(config))
     assert config.reserving(3) is config
-    decoder = StepDecoder(slot, own, config, table, states)
+    setup = replace(setup, config=config)
+    decoder, table, proposer = StepDecoder.of(setup), setup.table, setup.proposer
     row, prompt = table.allocate(), [3, 14, 15, 9]
     table.reserve([row], [len(prompt) + proposer.read_ahead])
     sampling = SamplingBatch.of((SamplingParams(),), target.device)
-    out = Prefill(slot, own, table.req_to_token, config).run([Prompt(row, prompt)], sampling)
+    out = Prefill.of(setup).run([Prompt(row, prompt)], sampling)
     where = torch.tensor([row], device=target.device)
     lens = torch.tensor([len(prompt)], dtype=torch.int32, device=target.device)
-    states.admit(where, lens, out.bonus_tokens, out.state, sampling)
+    setup.states.admit(where, lens, out.bonus_tokens, out.state, sampling)
     tokens = out.bonus_tokens.tolist()
     while len(tokens) < NEW:
         table.reserve([row], [len(prompt) + len(tokens) - 1 + config.reserve_len])

@@ -12,14 +12,11 @@ from transformers import LlamaConfig
 from bench.random_models import random_eagle3, random_target
 from bench.tools.compile_targets import HOPPER, Notes
 from specattn.backends import triton as triton_backend
-from specattn.cache.kv_pool import KVPool
-from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
-from specattn.speculative.drafts import as_proposer
-from specattn.speculative.model import ModelSlot
+from specattn.speculative.level import Level
 from specattn.speculative.processors import ProcessorStates
-from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step_setup import StepSetup
 from tests.speculative.test_prompt_variants import variant
 
 if TYPE_CHECKING:
@@ -60,27 +57,14 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], set[tuple[Any, 
     monkeypatch.setattr(torch.nn.functional, "embedding", embedded)
     target = random_target(LLAMA, dtype=torch.float16, device=CPU)
     head = random_eagle3(LLAMA, target, 2048)
-    table = SlotTable(max_num_reqs=MOST, max_context_len=CONTEXT, num_slots=SLOTS, device=CPU)
-    slots: tuple[ModelSlot[Any], ...] = tuple(
-        ModelSlot.of(model, KVPool(model.layers, SLOTS, CPU), "triton")
-        for model in (target.with_features(head.features), head)
+    setup = StepSetup.over(
+        target.with_features(head.features), head, TREE, num_slots=SLOTS, backend="triton"
     )
-    proposer = as_proposer(slots[1])
-    states = RequestStates.alloc(MOST + 1, proposer.state_fields(TREE), CPU)
     processors = ProcessorStates.alloc(MOST + 1, target.vocab_size, CPU)
 
     def of(batch: int) -> set[tuple[Any, ...]]:
         with Notes(HOPPER).taken() as notes:
-            StepDecoder(
-                slots[0],
-                proposer,
-                TREE,
-                table,
-                states,
-                buckets=[batch],
-                sampled=True,
-                processors=processors,
-            )
+            StepDecoder.of(setup, buckets=[batch], levels=[Level.SAMPLED], processors=processors)
         return {variant(launch) for launch in notes.launches}
 
     return of

@@ -22,6 +22,7 @@ from specattn import (
     SlotTable,
     SpecConfig,
     StepDecoder,
+    StepSetup,
 )
 from specattn.batch import Candidates, Linked, Marginals
 from specattn.models import fuse
@@ -51,14 +52,10 @@ class Loop:
     sampling: SamplingBatch
 
     def __init__(self) -> None:
-        self.table = SlotTable(max_num_reqs=2, max_context_len=64, num_slots=SLOTS, device=DEVICE)
-        self.target, self.draft = (
-            ModelSlot.of(model, KVPool(model.layers, SLOTS, DEVICE), "torch_native")
-            for model in (TinyTarget(device=DEVICE), TinyDraft(device=DEVICE))
-        )
-        self.prefill = Prefill(self.target, self.draft, self.table, CONFIG)
-        fields = self.prefill.proposer.state_fields(CONFIG)
-        self.states = RequestStates.alloc(3, fields, DEVICE)
+        setup = StepSetup.over(TinyTarget(device=DEVICE), TinyDraft(device=DEVICE), CONFIG, **TORCH)
+        self.table, self.states = setup.table, setup.states
+        self.target, self.draft = setup.slots
+        self.prefill = Prefill.of(setup)
         self.decoder = self.decode()
         self.sampling = SamplingBatch.of([SamplingParams()], DEVICE)
         assert self.table.allocate() == 1
