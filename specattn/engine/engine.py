@@ -211,7 +211,7 @@ class Engine:
             shares_prefixes=all(one.shares_prefixes for one in setup.slots),
         )
         self._prefill = Prefill.of(setup)
-        slots, levels = self.target.pool.num_slots, Level.each(sampled=sampled, processed=processed)
+        slots, levels = self.target.num_slots, Level.each(sampled=sampled, processed=processed)
         sizes = self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name
         asked = [one.name for one in own], sampled, processed, deterministic, draft is not None
         agree(self.ranks, "the settings of an Engine", (sizes, asked, setup.options.settings))

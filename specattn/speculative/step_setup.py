@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from specattn.cache.kv_pool import KVPool
+from specattn.cache.memory import memory_for
 from specattn.cache.slot_table import SlotTable
 from specattn.checks import function, instance, one_of
 from specattn.config import SpecConfig
@@ -217,8 +217,8 @@ class StepSetup:
             Rows and slots of the requests, on the device of steps; by default a `SlotTable` of the
             config's sizes, on the target's.
         num_slots : int, optional
-            KV slots of the table and of pools that are made; by default as many as the table has,
-            and of a table that is made so many that every request can reach ``max_context_len``.
+            KV slots of a table that is made; by default so many that every request can reach
+            ``max_context_len``. Pools that are made have the table's.
         backend : str or BackendFactory
             Attention of models without a slot, by name or itself; see `choose_backend`.
         deterministic, kv_dtype, kv_scales
@@ -252,12 +252,11 @@ class StepSetup:
             table = _table(config, num_slots, model.device)
         rows, context = len(table.req_to_token), table.max_context_len
         device = table.req_to_token.device
-        slots = table.num_pages * table.page_size if num_slots is None else num_slots
 
         def slot(model: Any, scales: Scales) -> ModelSlot[Any]:
             """Give a model a pool, and attention over it."""
             model = for_context(model, context)
-            pool = KVPool(model.layers, slots, device, kv_dtype=kv_dtype, scales=scales)
+            pool = memory_for(model.layers, table, kv_dtype=kv_dtype, scales=scales)
             return ModelSlot.of(model, pool, backend, deterministic=deterministic)
 
         own = target if isinstance(target, ModelSlot) else slot(target, kv_scales[0])

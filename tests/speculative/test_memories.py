@@ -8,10 +8,10 @@ import torch
 from specattn.cache.memory import memory_for
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
-from specattn.engine import engine as engines
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
 from specattn.errors import CaptureMismatch
+from specattn.speculative import step_setup
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder
@@ -88,7 +88,7 @@ def test_the_guard_of_a_capture_knows_what_lies_by_row():
 
 @pytest.mark.parametrize("memory", [memory_for, Sums.over])
 def test_prefixes_are_shared_where_all_lies_by_slot(memory, monkeypatch):
-    monkeypatch.setattr(engines, "memory_for", memory)
+    monkeypatch.setattr(step_setup, "memory_for", memory)
     target = TinyTarget(device=DEVICE)
     run = Engine(target, None, PLAIN, graphs=False, kv_dtype=None)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
