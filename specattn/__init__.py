@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specattn.integrations.transformers import generate as generate
     from specattn.speculative.model import ModelSlot as ModelSlot
     from specattn.speculative.prefill import Prefill as Prefill
-    from specattn.speculative.prefill import Prompt as Prompt
+    from specattn.speculative.prompt import Prompt as Prompt
     from specattn.speculative.sampling import SamplingBatch as SamplingBatch
     from specattn.speculative.sampling import SamplingParams as SamplingParams
     from specattn.speculative.states import RequestStates as RequestStates
@@ -48,7 +48,7 @@ _HOME_OF = {
     "ModelSlot": "speculative.model",
     "PendingStep": "speculative.step_decoder",
     "Prefill": "speculative.prefill",
-    "Prompt": "speculative.prefill",
+    "Prompt": "speculative.prompt",
     "Request": "engine.request",
     "RequestOutput": "engine.request",
     "RequestStates": "speculative.states",

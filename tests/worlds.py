@@ -10,7 +10,7 @@ import torch
 
 from specattn.batch import DraftTree, ForwardMode
 from specattn.config import SpecConfig
-from specattn.speculative.step import Step, StepPart
+from specattn.speculative.level import StepPart
 from specattn.speculative.step_decoder import StepDecoder
 from specattn.speculative.step_setup import StepSetup
 from specattn.speculative.verify import accept
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specattn.cache.slot_table import SlotTable
     from specattn.speculative.launch import StepLaunch
     from specattn.speculative.states import RequestStates
+    from specattn.speculative.step import Step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["torch_native", "triton"] if DEVICE.type == "cuda" else ["torch_native"]

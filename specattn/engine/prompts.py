@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.speculative.grammar import open_bitmask
-from specattn.speculative.prefill import Prompt
+from specattn.speculative.prompt import Prompt
 from specattn.speculative.sampling import SamplingBatch
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from specattn.cuda_graph.recorder import is_recording, side_by_side
 from specattn.kernels.step import write_output
 from specattn.speculative.grammar import open_bitmask
 from specattn.speculative.host_proposer import BoundHostTrees
+from specattn.speculative.level import StepPart
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.step import Step, StepPart
+from specattn.speculative.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

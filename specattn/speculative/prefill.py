@@ -19,14 +19,13 @@ from specattn.plan import ExtendPlan
 from specattn.speculative.drafts import as_proposer
 from specattn.speculative.host_buffers import LogprobBuffers
 from specattn.speculative.processors import Processing
+from specattn.speculative.prompt import Prompt, check_prompts, check_slots
 from specattn.speculative.proposer import PromptChunk
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.states import check_kept
 from specattn.speculative.validation import (
     check_logits,
     check_pools,
-    check_prompts,
-    check_slots,
     check_target,
 )
 from specattn.speculative.verify import accept
@@ -39,25 +38,6 @@ if TYPE_CHECKING:
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposer
     from specattn.speculative.step_setup import StepSetup
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt to run, from its cached prefix on.
-
-    Parameters
-    ----------
-    row : int
-        Row of ``req_to_token``; has slots for the whole prompt.
-    tokens : sequence of int
-        The whole prompt.
-    cached : int
-        Tokens whose KV is already there; less than the prompt's length.
-    """
-
-    row: int
-    tokens: Sequence[int]
-    cached: int = 0
 
 
 @dataclass(frozen=True)

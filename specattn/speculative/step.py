@@ -11,7 +11,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from specattn.backends.base import by_lengths_alone, fill_all
 from specattn.batch import AcceptResult, DraftTree, ForwardMode, Linked, Marginals
@@ -19,7 +19,7 @@ from specattn.kernels.step import StepStart, begin_step, end_step, gather_path
 from specattn.kernels.tree import best_first_tree, build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
 from specattn.speculative.draft import beams_of
-from specattn.speculative.level import Level
+from specattn.speculative.level import WHOLE, Level, StepPart
 from specattn.speculative.processors import Processing
 from specattn.speculative.proposer import bind
 from specattn.speculative.sampling import SamplingBatch
@@ -35,60 +35,10 @@ if TYPE_CHECKING:
 
     from specattn.attention.bound import BoundLayers
     from specattn.backends.base import Fillable
-    from specattn.config import SpecConfig
     from specattn.speculative.host_buffers import HostBuffers, LogprobBuffers
     from specattn.speculative.processors import ProcessorStates
     from specattn.speculative.proposer import Proposal
     from specattn.speculative.step_setup import StepSetup
-
-
-class StepPart(NamedTuple):
-    """The phases of one CUDA graph: a whole step or a part.
-
-    Parameters
-    ----------
-    mode : ForwardMode or None
-        None for the whole step, or ``DRAFT_DECODE``, ``TARGET_VERIFY`` or ``DRAFT_EXTEND``.
-    level : Level
-        What its requests may need. Greedy ones have the target's distributions computed with
-        ``draft_sampling`` only.
-    """
-
-    mode: ForwardMode | None = None
-    level: Level = Level.GREEDY
-
-    @property
-    def value(self) -> str:
-        """Its name in messages and reports."""
-        name = "step" if self.mode is None else self.mode.value
-        return f"{name} ({self.level.name.lower()})" if self.level else name
-
-    def has(self, mode: ForwardMode) -> bool:
-        """Whether the part runs the phases of this mode."""
-        return self.mode in (None, mode)
-
-    @classmethod
-    def of(cls, config: SpecConfig, level: Level, *, piecewise: bool) -> tuple[StepPart, ...]:
-        """Return the parts of a step in the order they run.
-
-        Constrained steps consist of processed parts: the host works between the draft and the
-        target, whatever others do.
-        """
-        piecewise |= level is Level.CONSTRAINED
-        level = min(level, Level.PROCESSED)
-        if not piecewise or not config.num_steps:
-            return (cls(None, level),)
-        # drafts and extends draw alike; a processed extend also notes what was emitted
-        extends = level if level is Level.PROCESSED else Level.GREEDY
-        return (
-            cls(ForwardMode.DRAFT_DECODE),
-            cls(ForwardMode.TARGET_VERIFY, level),
-            cls(ForwardMode.DRAFT_EXTEND, extends),
-        )
-
-
-#: All phases, for requests that are greedy.
-WHOLE = StepPart()
 
 
 class Step:
@@ -126,7 +76,7 @@ class Step:
         self.target, self.proposer, self.config = setup.target, setup.proposer, setup.config
         self.table, self.states = setup.table, setup.states
         if "buffers" not in arena:
-            arena["buffers"] = StepBuffers.alloc(len(packed), setup, setup.device)
+            arena["buffers"] = StepBuffers.alloc(len(packed), setup.widths, setup.device)
         self.buffers: StepBuffers = arena["buffers"].bind(len(packed))
         views = self.config, self.table, self.states, self.buffers, setup.options.indices, arena
         self.bound = bind(self.proposer, StepViews(*views))

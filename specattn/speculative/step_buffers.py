@@ -20,31 +20,56 @@ if TYPE_CHECKING:
     from specattn.cache.external import RequestTable
     from specattn.config import SpecConfig
     from specattn.speculative.states import RequestStates
-    from specattn.speculative.step_setup import StepSetup
 
 T = TypeVar("T")
 
 
-def _no_node(setup: StepSetup) -> Tensor:
-    return torch.full((setup.config.num_draft_tokens,), -1)
+@dataclass(frozen=True)
+class StepWidths:
+    """How wide a request's row of each buffer is.
+
+    Parameters
+    ----------
+    config : SpecConfig
+        Width and depth of the tree.
+    positions : int
+        Places after the committed tokens that a step needs.
+    offsets : int
+        0 or 1, whether positions have offsets.
+    features : int
+        F, the width of the target's features.
+    dtype : torch.dtype
+        The features' dtype.
+    draft_vocab : int
+        Vd where drafts draw, else 0.
+    """
+
+    config: SpecConfig
+    positions: int
+    offsets: int
+    features: int
+    dtype: torch.dtype
+    draft_vocab: int
 
 
-def _tree_words(setup: StepSetup) -> Tensor:
-    mode = ForwardMode.TARGET_VERIFY if setup.config.num_steps else ForwardMode.DECODE
-    return causal_words(setup.config.layout(mode))
+def _no_node(widths: StepWidths) -> Tensor:
+    return torch.full((widths.config.num_draft_tokens,), -1)
 
 
-def _drawn_from(setup: StepSetup) -> tuple[int, int]:
-    config = setup.config
-    draws = config.draft_sampling and config.num_steps
-    return (config.num_steps, setup.proposer.vocab_size) if draws else (0, 0)
+def _tree_words(widths: StepWidths) -> Tensor:
+    mode = ForwardMode.TARGET_VERIFY if widths.config.num_steps else ForwardMode.DECODE
+    return causal_words(widths.config.layout(mode))
+
+
+def _drawn_from(widths: StepWidths) -> tuple[int, int]:
+    return (widths.config.num_steps if widths.draft_vocab else 0, widths.draft_vocab)
 
 
 @dataclass(frozen=True)
 class StepBuffers(BufferSet):
     """The tensors that a step's phases share, a row per request.
 
-    A `StepSetup` sizes them. Shapes: n nodes, N draft steps, K branches, W ancestor words. The
+    `StepWidths` size them. Shapes: n nodes, N draft steps, K branches, W ancestor words. The
     first kernel of a step writes the first group from the `RequestStates`; every later group is
     written by one phase.
 
@@ -74,15 +99,13 @@ class StepBuffers(BufferSet):
     req_pool_indices: Tensor = buf(lambda _: (), torch.int64)
     seq_lens: Tensor = buf(lambda _: (), torch.int32)
     window: Tensor = buf(lambda d: (d.config.reserve_len,), torch.int32)
-    positions: Tensor = buf(
-        lambda d: (max(d.config.num_steps + 1, d.proposer.num_positions(d.config)),), torch.int64
-    )
+    positions: Tensor = buf(lambda d: (d.positions,), torch.int64)
     roots: Tensor = buf(lambda _: (), torch.int64)
     temperature: Tensor = buf(lambda _: (), torch.float32)
     top_k: Tensor = buf(lambda _: (), torch.int32)
     top_p: Tensor = buf(lambda _: (), torch.float32, lambda _: torch.ones(()))
     seeds: Tensor = buf(lambda _: (), torch.int64)
-    position_offsets: Tensor = buf(lambda d: (d.states.position_offsets.shape[1],), torch.int64)
+    position_offsets: Tensor = buf(lambda d: (d.offsets,), torch.int64)
 
     tokens: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64)
     tree_positions: Tensor = buf(lambda d: (d.config.num_draft_tokens,), torch.int64)
@@ -100,9 +123,7 @@ class StepBuffers(BufferSet):
     accept_lens: Tensor = buf(lambda _: (), torch.int32)
     bonus_tokens: Tensor = buf(lambda _: (), torch.int64)
 
-    features: Tensor = buf(
-        lambda d: (d.config.num_steps + 1, d.proposer.feature_size), lambda d: d.proposer.dtype
-    )
+    features: Tensor = buf(lambda d: (d.config.num_steps + 1, d.features), lambda d: d.dtype)
     last_rows: Tensor = buf(lambda _: (), torch.int64)
     after: Tensor = buf(lambda _: (), torch.int64)
 

@@ -22,9 +22,8 @@ from specattn.speculative.grammar import fill_bitmasks
 from specattn.speculative.host_buffers import HostBuffers, InFlight, LogprobBuffers, PendingStep
 from specattn.speculative.host_proposer import HostProposer, checked_trees
 from specattn.speculative.launch import StepLaunch, StepMemory
-from specattn.speculative.level import Level
+from specattn.speculative.level import Level, StepPart
 from specattn.speculative.processors import ProcessorStates
-from specattn.speculative.step import StepPart
 from specattn.speculative.step_setup import CudagraphMode, StepOptions, StepSetup
 from specattn.speculative.validation import (
     check_draft_tokens,

@@ -14,6 +14,7 @@ from specattn.config import SpecConfig
 from specattn.speculative.drafts import as_proposer, draft_of
 from specattn.speculative.model import ModelSlot, for_context
 from specattn.speculative.states import RequestStates
+from specattn.speculative.step_buffers import StepWidths
 from specattn.speculative.validation import check_target, check_target_model
 from specattn.speculative.verify import accept
 
@@ -33,11 +34,10 @@ if TYPE_CHECKING:
     from specattn.speculative.drafts import Draft
     from specattn.speculative.grammar import Grammar
     from specattn.speculative.host_proposer import HostTree
-    from specattn.speculative.level import Level
+    from specattn.speculative.level import Level, StepPart
     from specattn.speculative.model import TargetModel
     from specattn.speculative.proposer import Proposer
     from specattn.speculative.sampling import SamplingBatch
-    from specattn.speculative.step import StepPart
 
     Scales = Sequence[KVScales] | None
 
@@ -287,6 +287,19 @@ class StepSetup:
     def plans_on_host(self) -> bool:
         """Whether the backend of any model plans on the host."""
         return _plans_on_host(*self.slots)
+
+    @property
+    def widths(self) -> StepWidths:
+        """The widths of a step's buffers."""
+        config, proposer = self.config, self.proposer
+        return StepWidths(
+            config,
+            positions=max(config.num_steps + 1, proposer.num_positions(config)),
+            offsets=self.states.position_offsets.shape[1],
+            features=proposer.feature_size,
+            dtype=proposer.dtype,
+            draft_vocab=proposer.vocab_size if config.draft_sampling and config.num_steps else 0,
+        )
 
     def with_slots(self, change: Callable[[ModelSlot[Any]], ModelSlot[Any]]) -> StepSetup:
         """Return the setup with every model's slot changed."""

@@ -13,7 +13,8 @@ from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.speculative.host_proposer import HostProposer, HostTree
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.prefill import Prefill
+from specattn.speculative.prompt import Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.states import RequestStates
 from specattn.speculative.step_decoder import StepDecoder

@@ -10,7 +10,8 @@ import torch
 
 from specattn.errors import TreeError
 from specattn.speculative.model import for_context
-from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.prefill import Prefill
+from specattn.speculative.prompt import Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.validation import check_tree
 from specattn.testing.oracle import ConformanceError

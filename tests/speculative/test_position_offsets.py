@@ -18,7 +18,8 @@ from specattn import (
 from specattn.speculative.drafts import draft_of
 from specattn.speculative.level import Level
 from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.prefill import Prefill
+from specattn.speculative.prompt import Prompt
 from specattn.speculative.standalone import LMDraft
 from specattn.speculative.verify import accept
 from tests.samples import half, sampled

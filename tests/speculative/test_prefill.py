@@ -14,7 +14,8 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.level import Level
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.prefill import Prefill
+from specattn.speculative.prompt import Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.standalone import LMDraft
 from specattn.speculative.states import RequestStates

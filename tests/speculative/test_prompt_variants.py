@@ -18,7 +18,8 @@ from specattn.attention import Attention
 from specattn.backends import triton as triton_backend
 from specattn.config import AttnConfig, SpecConfig
 from specattn.speculative.lookup import LookupProposer
-from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.prefill import Prefill
+from specattn.speculative.prompt import Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.standalone import LMDraft
 from specattn.speculative.step_setup import StepSetup

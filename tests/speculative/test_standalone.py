@@ -9,7 +9,8 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.prefill import Prefill, Prompt
+from specattn.speculative.prefill import Prefill
+from specattn.speculative.prompt import Prompt
 from specattn.speculative.sampling import SamplingBatch, SamplingParams
 from specattn.speculative.standalone import LMDraft
 from specattn.speculative.step_decoder import StepDecoder

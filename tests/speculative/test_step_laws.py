@@ -14,8 +14,7 @@ import torch
 
 from specattn.engine.engine import Engine, Request
 from specattn.speculative import verify
-from specattn.speculative.level import Level
-from specattn.speculative.step import StepPart
+from specattn.speculative.level import Level, StepPart
 from tests.speculative import laws
 from tests.speculative.laws import DEVICE, PROMPT, SETTINGS, TEMPERATURE, TOP_K
 from tests.tiny import dense_greedy
