@@ -140,7 +140,7 @@ class Linked:
 
 @dataclass(frozen=True)
 class Marginals:
-    """The most probable tokens of every depth, whatever the depths before hold.
+    """The most probable tokens of every depth, each by itself.
 
     Parameters
     ----------

@@ -195,8 +195,8 @@ class BoundLayers(CompositeAttention):
     ) -> Tensor:
         """Attend in the model's layer of that index.
 
-        Parameters and errors are those of `attend`, and ``[Hq]`` of sinks, which a layer has or has
-        not.
+        It takes and raises what `attend` does. A layer with sinks, and no other, takes ``sinks``
+        ``[Hq]``.
         """
         own = self.layers[layer]
         config = own.backend.config

@@ -1,8 +1,8 @@
 """Prompt lookup: the text itself drafts, alone or before a model.
 
-What the last tokens were followed by earlier in the text, they may be followed by again (Saxena,
-2023). That is often so where an answer repeats its prompt: in summaries, edits and code. Nothing is
-computed but a search, on the device, in two launches; one more appends what was accepted.
+A text repeats itself: the last tokens may go on as they did earlier (Saxena, 2023). Answers that
+repeat their prompts often do, in summaries, edits and code. Two launches search the text, on the
+device; one more appends what was accepted.
 """
 
 from __future__ import annotations
