@@ -25,6 +25,7 @@ from specattn.testing.oracle import (
 )
 
 __all__ = [
+    "LAYOUT",
     "NAN",
     "TOLERANCE",
     "Case",
@@ -38,6 +39,9 @@ __all__ = [
     "oracle_tree",
     "tolerances_of",
 ]
+
+# the dtype of cases about layouts: compiled, float16 takes a fraction of the time of float32
+LAYOUT = torch.float16 if torch.cuda.is_available() else torch.float32
 
 # FlashInfer's FA2 kernels sum weights that are rounded already, see docs/numerics.md
 _ROUNDED_SUMS = ("flashinfer", "flashinfer_mla")

@@ -6,9 +6,12 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from specattn.testing.kit import Check
 
 
 def star(*at: int) -> bool:
@@ -19,6 +22,33 @@ def star(*at: int) -> bool:
 def half(*at: int) -> bool:
     """Every second case: of three axes or more, any two values meet in one."""
     return sum(at) % 2 == 0
+
+
+def third(*at: int) -> bool:
+    """Every third case: of an axis of three values, each case of the other axis has one."""
+    return sum(at) % 3 == 0
+
+
+def compiled(names: Iterable[str], *, without: Collection[str] = ()) -> list[object]:
+    """Return cases of which a GPU's are ``whole`` where they are in ``without``.
+
+    Those compile another kernel only to change a number in it; the interpreter runs them all.
+    """
+    on_gpu = torch.cuda.is_available()
+    rows = {name: pytest.mark.whole if on_gpu and name in without else () for name in names}
+    return [pytest.param(name, id=name, marks=mark) for name, mark in rows.items()]
+
+
+def kit(checks: Iterable[Check]) -> pytest.MarkDecorator:
+    """Parametrise by the checks of a backend; on a GPU, half of modes × options are ``whole``."""
+    rows = []
+    for one in checks:
+        mode, _, option = one.name.partition("-")
+        # the same halves of every backend, which may have kernels in common
+        kept = not option or half(*mode.encode(), *option.encode())
+        marks = () if kept or not torch.cuda.is_available() else pytest.mark.whole
+        rows.append(pytest.param(one, id=one.name, marks=marks))
+    return pytest.mark.parametrize("one", rows)
 
 
 def sampled(keep: Callable[..., bool], **axes: Mapping[str, object] | Iterable[object]):

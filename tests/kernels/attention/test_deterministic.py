@@ -19,8 +19,9 @@ from tests.kernels.attention.calls import (
     run_deterministic,
     run_extend,
 )
-from tests.kernels.attention.test_tree import CASES
+from tests.kernels.attention.test_tree import NUMBERS, make
 from tests.oracle import (
+    LAYOUT,
     check,
     make_csr_case,
     make_extend_case,
@@ -30,6 +31,7 @@ from tests.oracle import (
     oracle_tree,
 )
 from tests.recordings import recorded, refill
+from tests.samples import compiled
 
 if TYPE_CHECKING:
     from tests.oracle import Case
@@ -38,7 +40,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 F8 = torch.float8_e4m3fn
 
-# of `CASES`, those that have no path to compare with, or look another way
+# of test_tree's cases, those that have no path to compare with, or look another way
 EXACT = [
     "empty_prefixes",
     "padded",
@@ -54,7 +56,7 @@ EXACT = [
     "many_partials",
 ]
 # prefix lengths around tiles and cuts (of 64 keys), and what differs from a tree of 4 nodes,
-# 4 query and 2 KV heads of 32, float32
+# 4 query and 2 KV heads of 32
 PATHS: dict[str, dict[str, Any]] = {
     "tree": {"lengths": [62, 0, 190], "q_len": 5},
     "tree_f16": {"lengths": [62, 0, 65], "q_len": 5, "dtype": F16, "heads": (2, 1)},
@@ -84,6 +86,8 @@ BIG: dict[str, dict[str, Any]] = {
         "group_8": {"lengths": [1500, 63], "heads": (8, 1)},
     }.items()
 }
+# of those, what differs from another in numbers that kernels have as constants alone
+SAME_BRANCHES = {"tree_f16", "chain", "nodes_64", "group_8"}
 
 
 def bits(case: Case) -> tuple[torch.Tensor, ...]:
@@ -100,15 +104,15 @@ def same_bits(case: Case, wanted: tuple[torch.Tensor, ...], what: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", compiled(EXACT, without=NUMBERS))
 def test_it_is_exact(name: str) -> None:
-    case = make_tree_case(**CASES[name], device=DEVICE)
+    case = make(name)
     run_deterministic(case, split_keys=64, ctas=8 if name in ("many_partials", "sharp") else 0)
     check(case, oracle_tree(case))
 
 
 def test_the_lse_is_optional() -> None:
-    case = make_tree_case(**CASES["many_partials"], device=DEVICE)
+    case = make("many_partials")
     run_deterministic(case, split_keys=64, lse=False, ctas=8)
     check(case, oracle_tree(case), lse=False)
 
@@ -122,14 +126,14 @@ def test_the_lse_is_optional() -> None:
     ],
 )
 def test_index_lists_are_exact(lengths: list[int], options: dict[str, Any]) -> None:
-    case = make_csr_case(lengths, **options, device=DEVICE)
+    case = make_csr_case(lengths, dtype=LAYOUT, **options, device=DEVICE)
     run_deterministic(case, split_keys=64, ctas=8)
     check(case, oracle_csr(case))
 
 
 def check_paths(options: dict[str, Any], split: int, ctas: tuple[int, ...]) -> None:
     """Every row has the bits of decoding at the end of its path, as a request or as a list."""
-    case = make_tree_case(**options, device=DEVICE)
+    case = make_tree_case(**{"dtype": LAYOUT} | options, device=DEVICE)
     run_deterministic(case, split_keys=split)
     check(case, oracle_tree(case))
     whole = bits(case)
@@ -153,14 +157,15 @@ def test_a_row_is_decoding_at_the_end_of_its_path(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", BIG)
+@pytest.mark.parametrize("name", compiled(BIG, without=SAME_BRANCHES))
 def test_a_row_is_decoding_at_the_end_of_its_path_at_size(name: str) -> None:
-    check_paths(BIG[name], 1024, (0, 1))
+    # other CTAs are another plan to compile
+    check_paths(BIG[name], 1024, (0, 1) if name in ("tree", "window") else (0,))
 
 
-def check_batches(options: dict[str, Any], split: int) -> None:
+def check_batches(options: dict[str, Any], split: int, ctas: tuple[int, int] = (0, 8)) -> None:
     """A request alone, with others, in another order, with padding, in other slots and rows."""
-    case = make_tree_case(**options, device=DEVICE)
+    case = make_tree_case(**{"dtype": LAYOUT} | options, device=DEVICE)
     count, q_len = len(options["lengths"]), case.args["positions"].shape[1]
     run_deterministic(case, split_keys=split)
     out, lse = (tensor.unflatten(0, (count, q_len)) for tensor in bits(case))
@@ -173,7 +178,7 @@ def check_batches(options: dict[str, Any], split: int) -> None:
         ]
     ):
         other = picked(case, who, pads=pads, seed=seed)
-        run_deterministic(other, split_keys=split, ctas=(0, 8)[seed % 2])
+        run_deterministic(other, split_keys=split, ctas=ctas[seed % 2])
         wanted = (out[who].flatten(0, 1), lse[who].flatten(0, 1))
         same_bits(other, wanted, f"requests {who} with {pads} of padding")
 
@@ -191,10 +196,11 @@ def test_the_rest_of_the_batch_does_not_show(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", BIG)
+@pytest.mark.parametrize("name", compiled(BIG, without=SAME_BRANCHES))
 def test_the_rest_of_the_batch_does_not_show_at_size(name: str) -> None:
     options = dict(BIG[name])
-    check_batches(options | {"lengths": [*options["lengths"], 5000, 70, 2222]}, 1024)
+    ctas = (0, 8) if name in ("tree", "window") else (0, 0)
+    check_batches(options | {"lengths": [*options["lengths"], 5000, 70, 2222]}, 1024, ctas)
 
 
 @pytest.mark.parametrize("name", ["tree", "draft"])
@@ -203,6 +209,7 @@ def test_the_default_mode_does_show_it(name: str) -> None:
     # long enough for splits of several tiles
     scale = 40 if DEVICE == "cuda" else 1
     lengths = [length * scale for length in PATHS[name]["lengths"]]
+    # in the digits of float32
     case = make_tree_case(**PATHS[name] | {"lengths": lengths}, device=DEVICE)
     decode, alone = as_decode(case, list(range(len(case.q)))), picked(case, [0])
     for one in (case, decode, alone):
@@ -227,7 +234,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
 
 def check_prompts(lengths: list[tuple[int, int]], cuts: list[int], **options: Any) -> None:
     """A prompt has the same bits whole and in pieces, and in any batch."""
-    case = make_extend_case(lengths, **options, device=DEVICE)
+    case = make_extend_case(lengths, **{"dtype": LAYOUT} | options, device=DEVICE)
     extend(case)
     check(case, oracle_extend(case))
     wanted = bits(case)
@@ -256,7 +263,16 @@ def test_prompts_in_pieces_at_size(name: str) -> None:
 def test_one_object_serves_every_step() -> None:
     """Longer and shorter batches in turn, new trees, and layers: nothing of a step stays."""
     cases = [
-        make_tree_case(lengths, q_len=3, tail_len=6, width=220, slots=500, seed=seed, device=DEVICE)
+        make_tree_case(
+            lengths,
+            q_len=3,
+            tail_len=6,
+            width=220,
+            slots=500,
+            seed=seed,
+            dtype=LAYOUT,
+            device=DEVICE,
+        )
         for seed, lengths in enumerate([[200, 90, 130], [0, 5, 1], [64, 65, 63]])
     ]
     kernel = make_deterministic(cases[0], split_keys=64, ctas=4)

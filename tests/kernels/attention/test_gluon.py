@@ -16,6 +16,7 @@ from specattn.kernels.fused import Rotation, qk_norm_rope_store_kv
 from specattn.kernels.fused.stream import stream_linear
 from tests.kernels.attention.calls import attend, make_kernel, plan, run
 from tests.oracle import check, make_csr_case, make_tree_case, oracle_csr, oracle_tree
+from tests.samples import half, sampled, star
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -57,17 +58,16 @@ def _case(name: str, dtype: torch.dtype, **options: Any) -> Any:
     return make_tree_case(list(lengths), **defaults | form | options, dtype=dtype, device="cuda")
 
 
-def _check(case: Any, tile: GluonTile | None, page_size: int = 1) -> None:
+def _check(case: Any, tile: GluonTile | None, page_size: int = 1, *, lse: bool = True) -> None:
     expected = oracle_tree(case)
     kernel = make_kernel(case, tile=tile, page_size=page_size)
     assert isinstance(kernel.tile, GluonTile)
     plan(kernel, case)
-    for lse in (True, False):
-        case.clear()
-        kernel.workspace[0].fill_(torch.nan)
-        kernel.workspace[1].fill_(torch.nan)
-        run(kernel, case, lse=lse)
-        check(case, expected, lse=lse)
+    case.clear()
+    kernel.workspace[0].fill_(torch.nan)
+    kernel.workspace[1].fill_(torch.nan)
+    run(kernel, case, lse=lse)
+    check(case, expected, lse=lse)
 
 
 def _late_store(case: Any, kernel: TreeAttention, again: TreeAttention) -> torch.cuda.CUDAGraph:
@@ -91,7 +91,7 @@ def _late_store(case: Any, kernel: TreeAttention, again: TreeAttention) -> torch
 
     def record() -> None:
         plan(kernel, case)
-        run(kernel, case, lse=False)
+        run(kernel, case)
         for cache in (case.k_cache, case.v_cache):
             cache.index_fill_(0, places, torch.nan)
         case.out.fill_(torch.nan)
@@ -106,7 +106,7 @@ def _late_store(case: Any, kernel: TreeAttention, again: TreeAttention) -> torch
             slots,
             prefetch=True,
         )
-        run(again, case, lse=False)
+        run(again, case)
 
     record()
     torch.cuda.synchronize()
@@ -127,21 +127,26 @@ class TestOnHopper:
         assert not gluon.serves(128, 128, torch.float32, device)
         assert not gluon.serves(96, 96, BF16, device)
 
-    @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-    @pytest.mark.parametrize("name", CASES)
+    @sampled(star, name=CASES.keys(), dtype=[BF16, F16])
     def test_rows(self, name: str, dtype: torch.dtype) -> None:
         _check(_case(name, dtype), None)
 
-    @pytest.mark.parametrize("page_size", [16, 64, 128, 256])
-    @pytest.mark.parametrize("name", ["verify_64", "verify_70", "cap_window_wide", "head_64_wide"])
+    @pytest.mark.parametrize("name", ["decode", "verify_64", "head_256"])
+    def test_the_lse_is_optional(self, name: str) -> None:
+        _check(_case(name, BF16), None, lse=False)
+
+    @sampled(
+        half,
+        name=["verify_64", "verify_70", "cap_window_wide", "head_64_wide"],
+        page_size=[16, 64, 128, 256],
+    )
     def test_pages(self, name: str, page_size: int) -> None:
         case = _case(name, BF16, page_size=page_size)
         kernel = make_kernel(case, page_size=page_size)
         assert kernel.tile.pages
         _check(case, None, page_size)
 
-    @pytest.mark.parametrize("page_size", [16, 64])
-    @pytest.mark.parametrize("name", ["decode", "verify_8", "window", "batch_200"])
+    @sampled(half, name=["decode", "verify_8", "window", "batch_200"], page_size=[16, 64])
     def test_pages_of_narrow_tiles(self, name: str, page_size: int) -> None:
         case = _case(name, BF16, page_size=page_size)
         tile = replace(gluon_tile_config(32, 128, 64, 1, BF16), pages=True)

@@ -11,8 +11,9 @@ import torch
 from specattn.kernels.attention.tiles import DeviceLimits, tile_config
 from specattn.testing.cases import share_prefixes
 from tests.kernels.attention.calls import attend, make_deterministic, make_kernel, plan, poison, run
-from tests.oracle import Case, check, make_csr_case, make_tree_case
+from tests.oracle import LAYOUT, Case, check, make_csr_case, make_tree_case
 from tests.recordings import recorded, refill
+from tests.samples import compiled, sampled
 
 if TYPE_CHECKING:
     from specattn.kernels.attention import TreeAttention
@@ -25,7 +26,8 @@ Groups = list[tuple[list[int], int]]
 
 
 def make(lengths: list[int], groups: Groups, **options: Any) -> Case:
-    return share_prefixes(make_tree_case(lengths, **options, device=DEVICE), groups)
+    form = {"dtype": LAYOUT, "device": DEVICE}
+    return share_prefixes(make_tree_case(lengths, **form | options), groups)
 
 
 def sharing(case: Case, **options: Any) -> TreeAttention:
@@ -42,7 +44,7 @@ def shared_keys(kernel: TreeAttention) -> list[int]:
 
 LENGTHS = [200, 150, 0, 130, 33, 140, 64, 129]
 GROUPS: Groups = [([0, 3, 5, 7], 128), ([1, 6], 64)]
-# what differs from trees of 4 nodes, 4 query and 2 KV heads of 32, float32
+# what differs from trees of 4 nodes, 4 query and 2 KV heads of 32
 CASES: dict[str, dict[str, Any]] = {
     "tree": {},
     "decode": {"q_len": 1, "mode": "chain"},
@@ -59,10 +61,13 @@ CASES: dict[str, dict[str, Any]] = {
     "head_80_v_48": {"head_dim": 80, "v_head_dim": 48, "pool_pad": 3},
     "float16": {"dtype": F16, "head_dim": 64, "q_len": 9},
     "float8": {"dtype": F16, "kv_dtype": FLOAT8, "kv_scales": (0.7, 1.9), "head_dim": 256},
+    "float32": {"dtype": torch.float32},
 }
+# of those, what differs from another in numbers that kernels have as constants alone
+NUMBERS = {"chain", "padded", "group_7", "pages"}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", compiled(CASES, without=NUMBERS))
 def test_attention_over_shared_prefixes(name: str) -> None:
     """Beyond the workspace that is asked for, nothing is written."""
     case = make(LENGTHS, GROUPS, **CASES[name])
@@ -87,7 +92,8 @@ def test_attention_over_shared_prefixes(name: str) -> None:
 @pytest.mark.parametrize("ctas", [1, 24])
 def test_entries_are_cut_like_requests(ctas: int) -> None:
     """A group's keys in one split, and in more than are merged at a time."""
-    case = make([400, 390, 401], [([0, 1, 2], 384)], q_len=3, heads=(2, 1), head_dim=16)
+    form = {"q_len": 3, "heads": (2, 1), "head_dim": 16, "dtype": torch.float32}
+    case = make([400, 390, 401], [([0, 1, 2], 384)], **form)
     kernel = sharing(case)
     kernel = sharing(case, tile=replace(kernel.tile, ctas_per_sm=ctas))
     attend(kernel, case, lse=False)
@@ -98,7 +104,14 @@ def test_entries_are_cut_like_requests(ctas: int) -> None:
 @pytest.mark.parametrize("mode", ["tree", "draft"])
 def test_groups_change_between_replays(mode: str) -> None:
     """They form, grow, swap and dissolve; so do the batch and its padding."""
-    room = {"width": 260, "slots": 1200, "q_len": 4, "mode": mode, "pads": 1}
+    room = {
+        "width": 260,
+        "slots": 1200,
+        "q_len": 4,
+        "mode": mode,
+        "pads": 1,
+        "dtype": torch.float32,
+    }
     room["tail_len"] = 8 if mode == "draft" else 4
     batches: list[tuple[list[int], Groups, list[int]]] = [
         ([1, 1, 1, 1], [], [0, 0, 0, 0]),
@@ -184,9 +197,13 @@ BIG: dict[str, tuple[list[int], Groups, dict[str, Any]]] = {
 }
 
 
+# cases that either way to serve them has a branch for, and those that one is enough for
+BOTH, TRITON = {"decode", "two_m_tiles", "float8"}, {"few", "group_7", "cap", "float16"}
+WAYS = [[name for name in BIG if name not in TRITON], [*BOTH, *TRITON]]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("gluon", [True, False])
-@pytest.mark.parametrize("name", BIG)
+@sampled(lambda name, way: list(BIG)[name] in WAYS[way], name=BIG.keys(), gluon=[True, False])
 def test_attention_over_shared_prefixes_at_size(name: str, gluon: bool) -> None:
     """By the tile of the device, and by one of Triton; later layers may prefetch."""
     lengths, groups, form = BIG[name]

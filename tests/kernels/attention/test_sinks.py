@@ -23,13 +23,23 @@ from tests.kernels.attention.calls import (
     run_naive,
 )
 from tests.kernels.attention.test_gluon import hopper
-from tests.oracle import Case, check, make_csr_case, make_extend_case, make_tree_case
+from tests.oracle import (
+    LAYOUT,
+    Case,
+    check,
+    make_csr_case,
+    make_extend_case,
+    make_tree_case,
+)
 from tests.recordings import recorded, refill
+from tests.samples import half, sampled, third
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# whether an lse is asked for; on a GPU, whose compiler makes a kernel of each, in one test
+LSE = (True, False) if DEVICE == "cpu" else (True,)
 
-# what differs from: a random tree of 4 nodes, 4 query and 2 KV heads of 32, float32
+# what differs from: a random tree of 4 nodes, 4 query and 2 KV heads of 32
 TREES: dict[str, dict[str, Any]] = {
     "empty_prefixes": {"lengths": [0, 0, 0]},
     "tile_edges": {"lengths": [31, 32, 33, 0, 1]},
@@ -77,7 +87,8 @@ SINKS = {
 
 
 def tree(name: str, **options: Any) -> Case:
-    return make_tree_case(**{"sinks": F32, "device": DEVICE} | TREES[name] | options)
+    form = {"sinks": F32, "dtype": LAYOUT, "device": DEVICE}
+    return make_tree_case(**form | TREES[name] | options)
 
 
 def with_sinks(case: Case, values: list[float]) -> Case:
@@ -96,7 +107,7 @@ def check_naive(case: Case, expected: tuple[torch.Tensor, torch.Tensor]) -> None
 def check_kernel(case: Case, expected: tuple[torch.Tensor, torch.Tensor], **options: Any) -> None:
     kernel = make_kernel(case, **options)
     poison(kernel)
-    for lse in (True, False):
+    for lse in LSE:
         attend(kernel, case, lse=lse)
         check(case, expected, lse=lse)
 
@@ -108,15 +119,17 @@ def test_trees(name: str) -> None:
     check_naive(case, expected)
     tile = replace(make_kernel(case).tile, short=0)
     check_kernel(case, expected, tile=tile)
-    # many splits of a request, and the same order of sums whatever the batch
-    check_kernel(case, expected, ctas=8)
+    # many splits of a request, as a GPU's multiprocessors make in any case
+    if DEVICE == "cpu":
+        check_kernel(case, expected, ctas=8)
+    # and the same order of sums whatever the batch
     if case.args["tail_slots"].shape[1]:
         check(run_deterministic(case, split_keys=64), expected)
 
 
 def test_a_request_may_be_cut_or_not() -> None:
     """Both in one batch, and all of the same result."""
-    case = tree("long_beside_short")
+    case = tree("long_beside_short", dtype=F32)
     kernel = make_kernel(case, ctas=8)
     plan(kernel, case)
     merged = int(kernel.tables.merges[0, 0])
@@ -131,7 +144,8 @@ def test_a_request_may_be_cut_or_not() -> None:
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompts(name: str) -> None:
     lengths, options = PROMPTS[name]
-    case = make_extend_case(lengths, **{"sinks": F32, "device": DEVICE} | options)
+    form = {"sinks": F32, "dtype": LAYOUT, "device": DEVICE}
+    case = make_extend_case(lengths, **form | options)
     expected = case.expected()
     check_naive(case, expected)
     for deterministic in (False, True):
@@ -142,7 +156,8 @@ def test_prompts(name: str) -> None:
 
 @pytest.mark.parametrize("window_left", [-1, 9])
 def test_index_lists(window_left: int) -> None:
-    case = make_csr_case([70, 0, 33, 1], window_left=window_left, sinks=F32, device=DEVICE)
+    form = {"sinks": F32, "dtype": LAYOUT, "device": DEVICE}
+    case = make_csr_case([70, 0, 33, 1], window_left=window_left, **form)
     expected = case.expected()
     check_naive(case, expected)
     check_kernel(case, expected)
@@ -158,7 +173,7 @@ def test_sinks_of_any_size(name: str, cap: float) -> None:
     check_naive(case, expected)
     check_kernel(case, expected, ctas=8)
     check(run_deterministic(case, split_keys=64), expected)
-    prompt = make_extend_case([(33, 20), (0, 7)], logit_cap=cap, device=DEVICE)
+    prompt = make_extend_case([(33, 20), (0, 7)], logit_cap=cap, dtype=LAYOUT, device=DEVICE)
     with_sinks(prompt, SINKS[name])
     run_extend(prompt)
     check(prompt, prompt.expected())
@@ -168,12 +183,23 @@ def test_sinks_of_any_size(name: str, cap: float) -> None:
 
 
 def test_no_sink_is_no_sinks() -> None:
-    case = tree("tile_edges", sinks=None)
+    case = tree("tile_edges", sinks=None, dtype=F32)
     attend(make_kernel(case), case)
     want = case.out.clone(), case.lse.clone()
     attend(make_kernel(case), with_sinks(case, [-math.inf]))
     torch.testing.assert_close(case.out, want[0], rtol=3e-6, atol=3e-6)
     torch.testing.assert_close(case.lse, want[1], rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"head_dim": 32}, {"head_dim": 64}, {"kv_dtype": FLOAT8, "head_dim": 64}, {"dtype": F32}],
+    ids=str,
+)
+def test_the_lse_is_optional(form: dict[str, Any]) -> None:
+    case = tree("long_beside_short", **{"dtype": F16} | form)
+    attend(make_kernel(case, ctas=8), case, lse=False)
+    check(case, case.expected(), lse=False)
 
 
 def test_rows_that_see_no_key_are_0_and_their_lse_the_sink() -> None:
@@ -207,7 +233,13 @@ def test_layers_of_one_plan_have_sinks_of_their_own() -> None:
 def test_deterministic_sinks(window_left: int) -> None:
     """A row has the bits of decoding its path, in any batch, with windows that cut its keys."""
     case = make_tree_case(
-        [190, 0, 65], q_len=3, window_left=window_left, evict=False, sinks=F32, device=DEVICE
+        [190, 0, 65],
+        q_len=3,
+        window_left=window_left,
+        evict=False,
+        sinks=F32,
+        dtype=LAYOUT,
+        device=DEVICE,
     )
     rows = list(range(len(case.q)))
     run_deterministic(case, split_keys=64)
@@ -226,7 +258,12 @@ def test_deterministic_sinks(window_left: int) -> None:
 @pytest.mark.parametrize("window_left", [-1, 17])
 def test_deterministic_prompts(window_left: int) -> None:
     case = make_extend_case(
-        [(33, 40), (64, 9)], window_left=window_left, evict=False, sinks=F32, device=DEVICE
+        [(33, 40), (64, 9)],
+        window_left=window_left,
+        evict=False,
+        sinks=F32,
+        dtype=LAYOUT,
+        device=DEVICE,
     )
     run_extend(case, deterministic=True)
     want = case.out.clone()
@@ -272,22 +309,22 @@ BIG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize("name", BIG)
+@sampled(third, name=BIG.keys(), dtype=[F32, F16, BF16])
 def test_trees_at_size(name: str, dtype: torch.dtype) -> None:
-    options = OSS | BIG[name]
-    for sinks in (F32, dtype):
-        case = make_tree_case(**options, dtype=dtype, sinks=sinks, device=DEVICE)
-        expected = case.expected()
-        check_kernel(case, expected)
-        check_naive(case, expected)
-        check(run_deterministic(case, split_keys=1024), expected)
+    case = make_tree_case(**OSS | BIG[name], dtype=dtype, sinks=dtype, device=DEVICE)
+    expected = case.expected()
+    check_kernel(case, expected)
+    check_naive(case, expected)
+    check(run_deterministic(case, split_keys=1024), expected)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"window_left": 127}, {"logit_cap": 30.0}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@sampled(
+    half,
+    head_dim=[64, 128],
+    options=[{}, {"window_left": 127}, {"logit_cap": 30.0}],
+    dtype=[BF16, F16],
+)
 def test_prompts_at_size(head_dim: int, options: dict[str, Any], dtype: torch.dtype) -> None:
     lengths = [(0, 700), (1500, 65), (64, 1), (0, 0), (129, 128)]
     form = {"head_dim": head_dim, "heads": (16, 2), "dtype": dtype, "sinks": dtype}
@@ -335,10 +372,9 @@ def test_one_graph_serves_every_length(window_left: int) -> None:
 class TestOnHopper:
     pytestmark = hopper
 
-    @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-    @pytest.mark.parametrize("name", [name for name in BIG if name != "head_80"])
+    @sampled(half, name=[name for name in BIG if name != "head_80"], dtype=[BF16, F16])
     def test_trees(self, name: str, dtype: torch.dtype) -> None:
-        case = make_tree_case(**OSS | BIG[name], dtype=dtype, sinks=dtype, device=DEVICE)
+        case = make_tree_case(**OSS | BIG[name], dtype=dtype, sinks=F32, device=DEVICE)
         kernel = make_kernel(case)
         assert isinstance(kernel.tile, GluonTile)
         expected = case.expected()
