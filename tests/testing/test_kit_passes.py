@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,11 +15,19 @@ from specattn.testing.cases import make_tree_case
 from specattn.testing.determinism import picked
 from specattn.testing.oracle import check
 from specattn.testing.plugin import backend_suite
+from tests.samples import kit
+
+if TYPE_CHECKING:
+    from specattn.testing.kit import Check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CUDA = DEVICE == "cuda"
 
+# of float32, which takes longest to compile, a few; heads of 32, which Gluon does not serve
+HALF = (torch.float16, torch.bfloat16) if CUDA else ()
+HEADS = Geometry(head_dim=32) if CUDA else None
 LATENT = Geometry(heads=(4, 1), head_dim=80, v_head_dim=64, latent=True)
-FIRST = "triton" if DEVICE == "cuda" else "torch_native"
+FIRST = "triton" if CUDA else "torch_native"
 OF_PARTS = ("dtypes", "heads", "head sizes", "large logits", "long prefixes", "scale")
 
 
@@ -58,15 +67,42 @@ def test_bounds_of_one_dtype_leave_the_others_as_they_are():
 
 
 test_torch_native = backend_suite("torch_native", DEVICE, evicts=True)
-# without CUDA it runs in the interpreter
-test_triton = backend_suite(
-    "triton", DEVICE, "quick" if DEVICE == "cuda" else "smoke", validates=True, evicts=True
-)
 test_latent_torch_native = backend_suite("torch_native", DEVICE, geometry=LATENT)
-test_latent_triton = backend_suite(
-    "triton_mla", DEVICE, "quick" if DEVICE == "cuda" else "smoke", geometry=LATENT
-)
+# without CUDA they run in the interpreter
+LEVEL = "quick" if CUDA else "smoke"
+TRITON = {
+    "triton": {"geometry": HEADS, "validates": True, "evicts": True},
+    "triton_mla": {"geometry": LATENT},
+}
 # parts have suites of their own for what they compute by themselves
-test_by_phase = backend_suite(
-    by_phase(prefill="torch_native", decode=FIRST), DEVICE, leave_out=OF_PARTS
-)
+COMPOSITE = by_phase(prefill="torch_native", decode=FIRST)
+
+
+def run(one: Check) -> None:
+    try:
+        one()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+@kit(conformance("triton", DEVICE, LEVEL, dtypes=HALF, **TRITON["triton"]))
+def test_triton(one):
+    run(one)
+
+
+@kit(conformance("triton_mla", DEVICE, LEVEL, dtypes=HALF, **TRITON["triton_mla"]))
+def test_latent_triton(one):
+    run(one)
+
+
+@kit(conformance(COMPOSITE, DEVICE, geometry=HEADS, dtypes=HALF, leave_out=OF_PARTS))
+def test_by_phase(one):
+    run(one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TRITON)
+def test_float32(name):
+    for one in conformance(name, DEVICE, "smoke", dtypes=(torch.float32,), **TRITON[name]):
+        with contextlib.suppress(UnsupportedError):
+            one()
