@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specattn.checks import expect, whole_number
-from specattn.kernels.checks import require_dense
+from specattn.checks import expect, require_dense, whole_number
 from specattn.kernels.masks.layouts import pack_masks, visible_nodes
 from specattn.kernels.words import pack_words, unpack_words
 from specattn.plan import mask_words

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from specattn.batch import RowLayout
 from specattn.buffers import BufferSet, buf
-from specattn.checks import expect
-from specattn.kernels.checks import require_rows
+from specattn.checks import expect, require_rows
 from specattn.kernels.indices import KeySlots, fill_window
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from specattn.backends.flashinfer_plan import (
     RequestLists,
     TailLists,
 )
+from specattn.checks import require_dense
 from specattn.kernels.attention import merge_lse
-from specattn.kernels.checks import require_dense
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:

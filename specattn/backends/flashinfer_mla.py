@@ -21,8 +21,8 @@ from specattn.backends.flashinfer_plan import (
     PromptLists,
     RequestLists,
 )
+from specattn.checks import require_dense
 from specattn.errors import UnsupportedError
-from specattn.kernels.checks import require_dense
 from specattn.kernels.mla import check_latent
 from specattn.plan import CsrPlan, ExtendPlan, Plan
 

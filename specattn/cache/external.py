@@ -7,8 +7,7 @@ from torch import Tensor
 
 from specattn.buffers import ReadOnly
 from specattn.cache.slot_table import SlotTable, count_pages
-from specattn.checks import expect, whole_number
-from specattn.kernels.checks import require_rows
+from specattn.checks import expect, require_rows, whole_number
 from specattn.kernels.indices import fill_slots
 
 

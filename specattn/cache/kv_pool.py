@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from specattn.buffers import Fingerprint, ReadOnly, fingerprint
-from specattn.checks import as_heads, expect, instance, listed, whole_number
+from specattn.checks import as_heads, expect, instance, listed, require_rows, whole_number
 from specattn.config import FLOAT8, MAX_SLOTS, UNSCALED, AttnConfig
 from specattn.kernels.cache import commit_kv, store_kv
-from specattn.kernels.checks import require_rows
 from specattn.kernels.fused import qk_norm_rope_store_kv
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.checks import require_rows, require_shape
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.attention.tiles import FLOAT8, TileConfig, logit_factors
 from specattn.kernels.attention.tree import (
@@ -21,7 +22,6 @@ from specattn.kernels.attention.tree import (
     TreeAttention,
     check_sinks,
 )
-from specattn.kernels.checks import require_rows, require_shape
 from specattn.kernels.launch import cdiv, power_of_2
 
 merge = TritonModule("specattn.kernels.attention.triton_merge")

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from specattn.checks import require_rows, require_shape
 from specattn.kernels.attention.tiles import (
     FLOAT8,
     MOST_SHARERS,
     TileConfig,
     logit_factors,
 )
-from specattn.kernels.checks import require_rows, require_shape
 from specattn.kernels.launch import cdiv
 
 if TYPE_CHECKING:

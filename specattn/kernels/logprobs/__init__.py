@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.checks import whole_number
+from specattn.checks import require_dense, require_rows, require_shape, whole_number
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_rows, require_shape
 
 if TYPE_CHECKING:
     from specattn.batch import AcceptResult

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specattn.checks import whole_number
+from specattn.checks import require_dense, require_rows, require_shape, whole_number
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row
 from specattn.kernels.tree.build import MAX_NODES
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.checks import require_dense, require_integers, require_rows
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_integers, require_rows
 from specattn.kernels.indices.tables import table_slots
 from specattn.kernels.launch import cdiv, launch_options, power_of_2
 from specattn.kernels.masks.layouts import check_mask, visible_nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from specattn.kernels.checks import (
+from specattn.checks import (
     require_dense,
     require_integers,
     require_rows,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specattn.checks import one_of
+from specattn.checks import one_of, require_dense
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense
 from specattn.kernels.launch import cdiv, programs_per_row
 
 launch = TritonModule("specattn.kernels.masks.triton")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.checks import require_dense, require_rows, require_shape
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import power_of_2
 from specattn.kernels.words import unpack_words
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.checks import require_dense, require_rows, require_shape
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_rows, require_shape
 from specattn.kernels.launch import cdiv, launch_options, power_of_2, programs_per_row, split_lanes
 
 if TYPE_CHECKING:

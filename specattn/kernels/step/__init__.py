@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specattn.checks import require_dense, require_rows, require_shape
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import as_columns, require_dense, require_rows, require_shape
 from specattn.kernels.indices.tables import table_slots
 from specattn.kernels.launch import cdiv, launch_options, power_of_2
 
@@ -161,8 +161,8 @@ def begin_step(
     if out.draft_lens is not None:
         out.draft_lens.copy_(drafted)
     for table, copy in copies:
-        copied = as_columns(copy)
-        copied.copy_(as_columns(table)[row, : copied.shape[1]])
+        copied = _as_columns(copy)
+        copied.copy_(_as_columns(table)[row, : copied.shape[1]])
 
 
 def end_step(
@@ -245,7 +245,7 @@ def end_step(
     packed_out.copy_(torch.where(live, packed, 0))
     own = [(seq_lens + lens, seq_lens_table), (bonus.clamp(min=0), bonus_table)]
     for source, table in (*own, *copies):
-        new, kept = as_columns(source), as_columns(table)
+        new, kept = _as_columns(source), _as_columns(table)
         width = new.shape[1]
         # padding copies row 0 onto itself
         kept[rows, :width] = torch.where(live, new, kept[rows, :width])
@@ -369,7 +369,7 @@ def write_output(packed: Tensor, buffer: Tensor, entry: Tensor) -> None:
 def _check_copies(batch: int, copies: Copies, name: str) -> None:
     """Raise ValueError unless each part, called ``name``, fits its table."""
     for at, (part, table) in enumerate(copies):
-        wide, narrow = as_columns(table), as_columns(part)
+        wide, narrow = _as_columns(table), _as_columns(part)
         width = wide.shape[-1]
         fits = narrow.dim() == wide.dim() == 2 and narrow.shape[-1] <= width
         if not fits or len(part) != batch or part.dtype != table.dtype:
@@ -394,10 +394,15 @@ def _split(copies: Copies) -> tuple[tuple[Any, ...], tuple[Any, ...], int]:
     """Return narrow and wide tables, as kernels take them, and wide blocks."""
     tables = []
     for source, target in copies:
-        read, written = as_columns(source), as_columns(target)
+        read, written = _as_columns(source), _as_columns(target)
         # tables may be wider than what is read or written of them
         width = min(read.shape[1], written.shape[1])
         tables.append((read, written, read.stride(0), written.stride(0), width))
     narrow = tuple(table for table in tables if 0 < table[-1] <= _NARROW)
     wide = tuple(table for table in tables if table[-1] > _NARROW)
     return narrow, wide, sum(cdiv(width * s.element_size(), _BYTES) for s, *_, width in wide)
+
+
+def _as_columns(tensor: Tensor) -> Tensor:
+    """Return a per-request number as a column; other tensors as they are."""
+    return tensor[:, None] if tensor.dim() == 1 else tensor

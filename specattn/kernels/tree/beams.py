@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from specattn.checks import whole_number
+from specattn.checks import require_dense, require_integers, whole_number
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_integers
 from specattn.kernels.launch import launch_options, power_of_2
 from specattn.kernels.sampling import score_key
 from specattn.kernels.words import node_bits

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specattn.checks import whole_number
+from specattn.checks import require_dense, require_shape, whole_number
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.checks import require_dense, require_shape
 from specattn.kernels.launch import launch_options
 from specattn.kernels.tree.build import MAX_NODES, node_sizes, write_links, written
 
