@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 from specattn.config import SpecConfig
 from specattn.speculative.drafts import NoProposer
+from specattn.speculative.grammar import bitmask_of
 from specattn.speculative.level import Level
+from specattn.speculative.prefill import leave_nothing
 from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.step_decoder import StepDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from specattn.engine.request import Request
+    from specattn.engine.request import Request, RunningRequest
     from specattn.speculative.logits_processor import LogitsProcessor
     from specattn.speculative.step_setup import StepSetup
 
@@ -94,6 +96,15 @@ class Decoders(dict[SpecConfig, StepDecoder]):
                     states = self.processors if level is Level.PROCESSED else None
                     decoder.capture(level, processors=states, or_eager=True)
                     self._tried.add((config, level))
+
+    def blocked(self, one: RunningRequest) -> bool:
+        """Whether what a request asks of its logits left no token."""
+        if one.level < Level.PROCESSED or self.processors is None:
+            return False
+        vocab, mask = self.setup.target.model.vocab_size, None
+        if one.grammar is not None:
+            mask = bitmask_of(one.grammar, one.tokens[-1:], [-1], vocab, pin=False)
+        return leave_nothing(self.processors, one.row, len(one.tokens), mask)
 
     def _alloc_processors(self) -> ProcessorStates:
         req_to_token = self.setup.table.req_to_token

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import logging
-import time
-from contextlib import contextmanager
-from functools import partial
-from threading import RLock
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from specattn.checks import instance, listed, whole_numbers
 from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
+from specattn.engine.admission import Admission
+from specattn.engine.calls import Calls
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.decoders import Decoders
 from specattn.engine.detokenizer import end_ids, text_functions, text_of
 from specattn.engine.flight import Flight
 from specattn.engine.intake import take
 from specattn.engine.metrics import Totals
-from specattn.engine.prompts import run_prompts
 from specattn.engine.ranks import agree, ranks_of
-from specattn.engine.request import Request, RequestOutput, RunningRequest
+from specattn.engine.request import Request, RequestOutput
 from specattn.engine.scheduler import Scheduler
-from specattn.errors import CapacityError
 from specattn.speculative.drafts import draft_of
-from specattn.speculative.grammar import bitmask_of
 from specattn.speculative.level import Level
 from specattn.speculative.logits_processor import as_processors
-from specattn.speculative.prefill import Prefill, leave_nothing
 from specattn.speculative.step_setup import StepSetup
 from specattn.speculative.validation import check_target_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -43,9 +37,8 @@ if TYPE_CHECKING:
     from specattn.engine.flight import Gain, LaunchedStep
     from specattn.engine.metrics import EngineMetrics
     from specattn.engine.policy import Policy
-    from specattn.engine.scheduler import Item
+    from specattn.engine.request import RunningRequest
     from specattn.speculative.drafts import Draft
-    from specattn.speculative.host_buffers import TokenLogprobs
     from specattn.speculative.logits_processor import LogitsProcessor
     from specattn.speculative.model import ModelSlot, TargetModel
     from specattn.speculative.step_decoder import StepDecoder
@@ -141,9 +134,6 @@ class Engine:
         eagerly if that fails, and a warning is logged; so it is where memory runs out.
     """
 
-    # whether a call changes the books; an interrupt that nothing undid leaves it so
-    _changing = False
-
     def __init__(  # noqa: PLR0913 - a constructor
         self,
         target: TargetModel,
@@ -202,30 +192,28 @@ class Engine:
         self.table, self.states = cast("SlotTable", setup.table), setup.states
         _warn_beyond_training(self.target.model, config)
         self.eos_token_ids = end_ids(self.target.model, tokenizer)
+        slots, levels = self.target.num_slots, Level.each(sampled=sampled, processed=processed)
+        sizes = self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name
+        asked = [one.name for one in own], sampled, processed, deterministic, draft is not None
+        agree(self.ranks, "the settings of an Engine", (sizes, asked, setup.options.settings))
+        self._decoders = Decoders(setup, self.configs.all, self.buckets, own, levels)
         self.scheduler = Scheduler(
             self.table,
             self.configs,
             self.eos_token_ids,
             self.detokenize,
             self.proposer.read_ahead,
+            self._decoders.blocked,
             shares_prefixes=all(one.shares_prefixes for one in setup.slots),
         )
-        self._prefill = Prefill.of(setup)
-        slots, levels = self.target.num_slots, Level.each(sampled=sampled, processed=processed)
-        sizes = self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name
-        asked = [one.name for one in own], sampled, processed, deterministic, draft is not None
-        agree(self.ranks, "the settings of an Engine", (sizes, asked, setup.options.settings))
-        self._decoders = Decoders(setup, self.configs.all, self.buckets, own, levels)
         self._totals = Totals(max(one.num_steps for one in self.configs.all))
         self._flight = Flight(
-            self._decoders,
-            self.scheduler,
-            self.configs,
-            self._totals,
-            append=self._append,
-            ranks=self.ranks,
+            self._decoders, self.scheduler, self.configs, self._totals, ranks=self.ranks
         )
-        self._lock = RLock()
+        self._calls = Calls(self.table)
+        self._admission = Admission(
+            self._calls, self._decoders, self.scheduler, self._flight, self._totals
+        )
 
     @property
     def draft(self) -> ModelSlot[Any] | None:
@@ -283,7 +271,7 @@ class Engine:
                 f"on_tokens must be callable, got {on_tokens!r}; a Request has its own sampling"
             )
         checked = take(requests, self)
-        with self._one_thread():
+        with self._calls.one_thread():
             if self.scheduler.waiting:
                 raise ValueError(
                     "requests of another generate wait: it has not returned, or was interrupted; "
@@ -307,7 +295,7 @@ class Engine:
         results = scheduler.wait(requests)
         order = {id(result): at for at, result in enumerate(results)}
         while scheduler.waiting or scheduler.running:
-            for result in self._admit_waiting():
+            for result in self._admission.admit_waiting():
                 if on_tokens:
                     on_tokens(order[id(result)], list(result.tokens))
             for result, new in self.step(ahead=not scheduler.waiting):
@@ -342,7 +330,7 @@ class Engine:
         """
         checked = take(requests, self)
         items = [(request, RequestOutput(seed=request.sampling.seed)) for request in checked]
-        return self._admit(items, whole=False)
+        return self._admission.admit(items, whole=False)
 
     def step(self, *, ahead: bool = False) -> list[Gain]:
         """Advance the running requests; returns what each of them gained.
@@ -376,7 +364,7 @@ class Engine:
             lost: those of what was launched are the next step's. And what ``detokenize`` raises: a
             step's tokens are lost then, so all requests are dropped, as by an interrupt.
         """
-        with self._change():
+        with self._calls.change():
             try:
                 if not self._flight.steps:
                     self._flight.launch(self.scheduler.schedule())
@@ -408,7 +396,7 @@ class Engine:
         ValueError
             If it is not that of a running request of this engine: one that has ended, too.
         """
-        with self._change():
+        with self._calls.change():
             self.scheduler.drop(result)
             self._totals.dropped(1)
 
@@ -418,15 +406,13 @@ class Engine:
         Whatever an interrupt has left, the engine serves new requests then: after one, every row of
         the table is free.
         """
-        with self._one_thread():
+        with self._calls.one_thread():
             self._forget()
-            # an interrupt may have come between taking the lock and noting it
-            self._lock = RLock()
+            self._calls.unlock()
 
     def _forget(self) -> None:
         """Drop every request, whatever an error or an interrupt has left."""
-        interrupted, self._changing = self._changing or self.table.changing, True
-        self._drop_all(table=interrupted)
+        self._drop_all(table=self._calls.begin_again())
 
     def decoder(self, config: SpecConfig) -> StepDecoder:
         """Return the decoder of a config of the engine.
@@ -466,105 +452,6 @@ class Engine:
             slots=(table.num_pages - 1) * table.page_size,
         )
 
-    @contextmanager
-    def _one_thread(self) -> Iterator[None]:
-        """Lock the engine for this thread, or raise a ValueError at once."""
-        lock = self._lock
-        if not lock.acquire(blocking=False):
-            raise ValueError(
-                "an Engine must be called from one thread at a time: "
-                "a call of another thread has not returned"
-            )
-        try:
-            yield
-        finally:
-            lock.release()
-
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """Note that the books change; the note outlives an interrupt."""
-        with self._one_thread():
-            if self._changing:
-                raise ValueError(
-                    "a call of this Engine was interrupted, or has not returned: call clear()"
-                )
-            self._changing = True
-            try:
-                yield
-            except Exception:
-                self._changing = self.table.changing
-                raise
-            self._changing = False
-
-    def _admit_waiting(self) -> list[RequestOutput]:
-        """Admit as many waiting requests as have slots to their ends.
-
-        They come in their order, and those that run keep what they may grow into. One for whose
-        longest text there are no slots at all runs by itself.
-        """
-        scheduler = self.scheduler
-        admitted: list[RequestOutput] = []
-        if scheduler.running and len(scheduler.running) >= scheduler.full:
-            return admitted
-        count = len(scheduler.waiting)
-        while count := min(count, len(scheduler.waiting), scheduler.num_free):
-            try:
-                admitted += self._admit(scheduler.waiting[:count], whole=True)
-            except CapacityError:
-                if count == 1 and not scheduler.running:
-                    if not admitted:  # else their tokens come first
-                        admitted += self._admit(scheduler.waiting[:1], whole=False)
-                        del scheduler.waiting[:1]
-                    break
-                count //= 2
-            else:
-                del scheduler.waiting[:count]
-        scheduler.full = len(scheduler.running)
-        return admitted
-
-    def _admit(self, items: Sequence[Item], *, whole: bool) -> list[RequestOutput]:
-        """Run the prompts and draw first tokens, of all requests or none."""
-        requests = [request for request, _ in items]
-        results = [result for _, result in items]
-        with self._change():
-            if len(items) > (free := self.table.num_free_rows):
-                raise CapacityError(
-                    f"requests must be at most {free}, as many as rows are free, got {len(items)}"
-                )
-            running, rows = list(self.running), self.table.rows
-            try:
-                self._decoders.capture_for(requests)
-                self._flight.untimed()
-                shared = self._run_prompts(items, whole=whole)
-            except BaseException:
-                if not self.table.changing:
-                    self.scheduler.roll_back(running, rows, results)
-                    self._changing = False
-                raise
-            self._totals.admitted(items, shared)
-            return results
-
-    def _run_prompts(self, items: Sequence[Item], *, whole: bool) -> int:
-        """Run prompts, draw first tokens; returns how many tokens others had run."""
-        shared, started_at = 0, time.perf_counter()
-        for _, result in items:
-            result.started_at = started_at
-        while items:
-            # prompts that run now, and those that wait to share them
-            wave, items = self.scheduler.wave(items)
-            admitted = self.scheduler.admit(wave, whole=whole)
-            shared += sum(one.length for one in admitted)
-            firsts, scored = run_prompts(
-                self._prefill, self.states, admitted, self._decoders.processors
-            )
-            for at, (one, token) in enumerate(zip(admitted, firsts, strict=True)):
-                one.length = one.prompt_len
-                one.result.first_token_at = time.perf_counter()
-                read = None if scored is None else partial(scored.read, at, 1)
-                self._append(one, [token], read)
-            self.scheduler.remove_ended()
-        return shared
-
     def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
         """Hand out what steps gained; requests that had ended before get nothing."""
         try:
@@ -576,23 +463,6 @@ class Engine:
         finally:
             self.scheduler.remove_ended()
 
-    def _append(
-        self,
-        one: RunningRequest,
-        tokens: list[int],
-        scored: Callable[[int], list[TokenLogprobs]] | None,
-    ) -> list[int]:
-        """Append tokens as `Scheduler.append` does, and tell ends by processors from others."""
-        kept, result = self.scheduler.append(one, tokens, scored), one.result
-        states = self._decoders.processors
-        if result.finish_reason == "nonfinite" and one.level >= Level.PROCESSED and states:
-            vocab, mask = self.target.model.vocab_size, None
-            if one.grammar is not None:
-                mask = bitmask_of(one.grammar, one.tokens[-1:], [-1], vocab, pin=False)
-            if leave_nothing(states, one.row, len(one.tokens), mask):
-                result.finish_reason = "blocked"
-        return kept
-
     def _drop_all(self, *, table: bool) -> None:
         """Drop every request, and wait for what is in flight; see `Scheduler.clear`."""
         self._flight.steps = []
@@ -600,7 +470,7 @@ class Engine:
         # a wait that was interrupted has left its step in flight, and may be again
         for decoder in self._decoders.values():
             decoder.settle()
-        self._changing = False
+        self._calls.put_right()
 
 
 def _warn_beyond_training(target: TargetModel, config: SpecConfig) -> None:

@@ -16,7 +16,7 @@ from specattn.speculative.host_proposer import HostProposer
 from specattn.speculative.level import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from specattn.engine.metrics import Totals
     from specattn.engine.request import RequestOutput, RunningRequest
     from specattn.engine.scheduler import Groups, Scheduler
-    from specattn.speculative.host_buffers import PendingStep, TokenLogprobs
+    from specattn.speculative.host_buffers import PendingStep
     from specattn.speculative.host_proposer import HostTree
 
-    Scored = Callable[[int], list[TokenLogprobs]] | None
-    Append = Callable[[RunningRequest, list[int], Scored], list[int]]
     Gain = tuple[RequestOutput, list[int]]
 
 
@@ -53,13 +51,11 @@ class Flight:
     decoders : Decoders
         By config.
     scheduler : Scheduler
-        Says who steps next.
+        Says who steps next, and who ends.
     configs : SpeculativeConfigs
         Told what steps gained, and how long they took.
     totals : Totals
         What the engine counts.
-    append : callable
-        Appends a request's new tokens to its output; returns those up to its end.
     ranks : ProcessGroup or None
         Those that make the same steps.
 
@@ -76,12 +72,11 @@ class Flight:
         configs: SpeculativeConfigs,
         totals: Totals,
         *,
-        append: Append,
         ranks: ProcessGroup | None,
     ) -> None:
         self.steps: list[LaunchedStep] = []
         self._decoders, self._scheduler, self._configs = decoders, scheduler, configs
-        self._totals, self._append, self._ranks = totals, append, ranks
+        self._totals, self._ranks = totals, ranks
         self._plans_on_host = decoders.setup.plans_on_host
         # when the last one was handed out
         self._collected_at = 0.0
@@ -168,7 +163,7 @@ class Flight:
             one.length += len(tokens)
             # -1 comes last, if at all
             counts[at] = len(tokens) - (bool(tokens) and tokens[-1] < 0)
-            kept = self._append(one, tokens, partial(step.pending.logprobs, at))
+            kept = self._scheduler.append(one, tokens, partial(step.pending.logprobs, at))
             one.result.accept_lens.append(len(kept))
             self._totals.kept(one.result, len(kept))
             gains.append((one.result, kept))

@@ -37,6 +37,9 @@ class Scheduler:
         Makes text of tokens, for stop strings.
     read_ahead : int
         Slots past a prompt that running it writes: `Proposer.read_ahead`.
+    blocked : callable, optional
+        Tells whether a request without a next token has none because of what it asks for; such a
+        one ends as ``"blocked"``, not as ``"nonfinite"``.
     shares_prefixes : bool
         Whether requests may share prefixes: `ModelSlot.shares_prefixes` of all models.
 
@@ -50,17 +53,18 @@ class Scheduler:
         With so many running, no waiting request found a row or slots.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a constructor
         self,
         table: SlotTable,
         configs: SpeculativeConfigs,
         eos: Collection[int],
         detokenize: Callable[[list[int]], str] | None,
         read_ahead: int = 0,
+        blocked: Callable[[RunningRequest], bool] = lambda _: False,
         *,
         shares_prefixes: bool = True,
     ) -> None:
-        self.table, self.configs = table, configs
+        self.table, self.configs, self._blocked = table, configs, blocked
         self._eos, self._detokenize, self._read_ahead = eos, detokenize, read_ahead
         self._shares = shares_prefixes
         self.waiting: list[Item] = []
@@ -239,6 +243,8 @@ class Scheduler:
         kept = one.append(tokens, self.table.max_context_len)
         if one.result.finish_reason:
             self.table.free(one.row)
+        if one.result.finish_reason == "nonfinite" and self._blocked(one):
+            one.result.finish_reason = "blocked"
         if scored is not None and (count := one.request.sampling.logprobs) is not None:
             one.result.logprobs += scored(count)[: len(kept)]
         return kept

@@ -239,7 +239,7 @@ class AsyncEngine:
         try:
             if self._stream is not None:
                 torch.cuda.set_stream(self._stream)
-            with self._engine._one_thread():
+            with self._engine._calls.one_thread():
                 if self._busy:
                     raise ValueError("engine must have no requests")
                 started.set_result(None)
@@ -265,7 +265,7 @@ class AsyncEngine:
         """Admit requests, step and hand out tokens, until `close`."""
         while self._receive():
             try:
-                self._tell(self._engine._admit_waiting())
+                self._tell(self._engine._admission.admit_waiting())
                 if self._scheduler.running:
                     gains = self._engine.step(ahead=not self._scheduler.waiting)
                     self._tell(result for result, _ in gains)

@@ -301,7 +301,7 @@ def test_a_prefix_hit_equals_a_cold_run(models, page_size):
 
 def test_prompts_are_run_in_pieces_of_bounded_size(models, expected):
     run = engine(models, TREES["topk4"])
-    run._prefill = replace(run._prefill, chunk=7)
+    run._admission.prefill = replace(run._admission.prefill, chunk=7)
     models[0].calls.clear()
     out = run.generate([Request(p, max_new_tokens=10) for p in PROMPTS])
     assert max(models[0].calls[:8]) == 7

@@ -52,7 +52,7 @@ def test_greedy_texts_are_those_of_plain_constrained_decoding(config, options):
 def test_first_tokens_of_several_forwards_obey_their_own_grammars(chunk):
     """Prompts end in forwards of their own; the second request has no grammar."""
     run, target = engine(CONFIGS["tree"]), TinyTarget(device=DEVICE)
-    run._prefill = replace(run._prefill, chunk=chunk)
+    run._admission.prefill = replace(run._admission.prefill, chunk=chunk)
     prompts = [*PROMPTS, [4, 16]]
     requests = [
         Request(prompt, 9, params, grammar=partial(Remainders, prompt) if at != 1 else None)

@@ -334,8 +334,8 @@ def test_a_loop_that_ends_leaves_the_engine_to_others(models, monkeypatch):
 def test_what_the_engine_raises_reaches_every_consumer(models, expected, monkeypatch, name, at):
     """Those that wait as well, on threads and in asyncio; then it serves others."""
     engine = make(models)
-    held = Patched(monkeypatch, engine, "_admit_waiting")
-    owner = engine if hasattr(engine, name) else engine._flight
+    held = Patched(monkeypatch, engine._admission, "admit_waiting")
+    owner = engine._flight if hasattr(engine._flight, name) else engine._admission
     fails = Patched(monkeypatch, owner, name, at, RuntimeError("the device is lost"))
     fails.go()
 

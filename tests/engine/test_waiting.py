@@ -127,13 +127,13 @@ def test_one_that_may_not_fit_runs_by_itself(models, greedy):
 
 def test_who_waits_is_looked_at_again_when_somebody_has_ended(models, greedy, monkeypatch):
     run, tries = engine(models, 2 * WHOLE), []
-    admit = run._admit
+    admit = run._admission.admit
 
     def noted(requests, *, whole):
         tries.append(len(requests))
         return admit(requests, whole=whole)
 
-    monkeypatch.setattr(run, "_admit", noted)
+    monkeypatch.setattr(run._admission, "admit", noted)
     generate(run, [Request(prompt, NEW) for prompt in PROMPTS], greedy)
     # 4 rows are free, but slots for 2; then one row more for each that ends
     assert tries[:3] == [4, 2, 2]
@@ -181,12 +181,12 @@ def test_who_waits_may_be_dropped_and_lets_others_by(models, greedy):
     (running,) = run.add([Request(PROMPTS[0], NEW)])
     large, next_one = run.scheduler.wait([Request(PROMPTS[1], NEW), small])
     for _ in range(2):
-        assert run._admit_waiting() == [], "the first one that waits does not fit"
+        assert run._admission.admit_waiting() == [], "the first one that waits does not fit"
     run.drop(large)
     assert (large.tokens, large.finish_reason) == ([], "dropped")
     with pytest.raises(ValueError, match="which runs in this engine, or waits"):
         run.drop(large)
-    assert run._admit_waiting() == [next_one]
+    assert run._admission.admit_waiting() == [next_one]
     while run.num_running:
         run.step(ahead=True)
     assert running.tokens == greedy[0][:NEW]
