@@ -20,8 +20,8 @@ Clients are ``engine``, the engine's own thread, of which they take nothing; ``a
 another thread that read streams as a server does, and so pay for Python's lock; ``generate``, which
 hands the engine all requests at once, so that some always wait: there the first token is timed from
 a request's admission on. The share of prompts is that of the host, from the begin of
-`Engine._run_prompts` to its end, first tokens included; and that of the stream, between two events
-around it, so how long the stream was the prompts'.
+`Admission._run_prompts` to its end, first tokens included; and that of the stream, between two
+events around it, so how long the stream was the prompts'.
 
 Lines are added to FOLDER/load.jsonl. Another checkout takes its turn from a folder that is none,
 with a label; its library comes first on the path, this bench from the second:

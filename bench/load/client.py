@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Event, RLock
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +89,11 @@ class WatchedEngine(Engine):
     def __init__(self, *args: Any, **options: Any) -> None:
         self.prompt_time = PromptTime()
         super().__init__(*args, **options)
+        # of older sources it is a method of the engine
+        owner = getattr(self, "_admission", self)
+        owner._run_prompts = partial(self._watched, owner._run_prompts)
 
-    def _run_prompts(self, *args: Any, **options: Any) -> int:
+    def _watched(self, run: Callable[..., int], *args: Any, **options: Any) -> int:
         """Run prompts, and note what that takes."""
         found, cuda = self.prompt_time, self.table.req_to_token.is_cuda
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
@@ -97,7 +101,7 @@ class WatchedEngine(Engine):
         for event in events[:1]:
             event.record()
         try:
-            return super()._run_prompts(*args, **options)
+            return run(*args, **options)
         finally:
             for event in events[1:]:
                 event.record()
@@ -263,5 +267,5 @@ def load(
     before, begin = engine.metrics(), time.perf_counter()
     texts = CLIENTS[client](engine, requests, at_once, begin + seconds)
     if not prompts.calls:
-        raise RuntimeError("Engine._run_prompts was not called: watch what runs prompts now")
+        raise RuntimeError("_run_prompts was not called: watch what runs prompts now")
     return Load(texts, begin, prompts, before, engine.metrics())
