@@ -1,4 +1,4 @@
-"""The laws of logits processors, token by token in Python's float64; and texts decoded by them."""
+"""Logits processors, token by token in Python's float64; and texts decoded by them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import math
 import torch
 
 from specattn.speculative.sampling import SamplingParams
+from tests.distributions import Distribution, joint
 from tests.tiny import DenseAttend, known
-
-#: The probability of every text.
-Law = dict[tuple[int, ...], float]
 
 #: Each processor alone, and three together.
 GREEDY = {
@@ -95,13 +93,6 @@ def drawn_from(scores: list[float], params: SamplingParams) -> list[float]:
     return [weights[t] / total if t in kept else 0.0 for t in range(len(scores))]
 
 
-def joint_law(next_logits, params: SamplingParams) -> Law:
+def three_tokens(next_logits, params: SamplingParams) -> Distribution:
     """The probability of every three tokens; ``next_logits`` maps a text's output to logits."""
-    paths: Law = {(): 1.0}
-    for _ in range(3):
-        longer: Law = {}
-        for path, mass in paths.items():
-            probs = drawn_from(next_logits(list(path)), params)
-            longer |= {(*path, t): mass * p for t, p in enumerate(probs) if p > 0}
-        paths = longer
-    return paths
+    return joint(lambda output: dict(enumerate(drawn_from(next_logits(output), params))))

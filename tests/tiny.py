@@ -212,11 +212,11 @@ class TinyBlockDraft(nn.Module):
         self.blocks = nn.ModuleList(Block(64, 64, c) for c in self.layers)
         self.head = nn.Linear(64, VOCAB, bias=False)
         table = bigram() * sharp
-        laws = [table]
+        tables = [table]
         for _ in range(size - 1):
             # what follows the most probable token of the place before
-            laws.append(table[laws[-1].argmax(1)])
-        self.register_buffer("laws", torch.stack(laws, 1))  # [V, n, V]
+            tables.append(table[tables[-1].argmax(1)])
+        self.register_buffer("tables", torch.stack(tables, 1))  # [V, n, V]
         self.noise = noise
         self.to(device=device, dtype=dtype).requires_grad_(False)
 
@@ -237,8 +237,8 @@ class TinyBlockDraft(nn.Module):
         size, first = self.block.size, self.block.first_draft
         places = torch.arange(len(x), device=x.device) if rows is None else rows
         anchors = input_ids.view(-1, size)[places // size, 0]
-        laws = self.laws[anchors, (places % size - first).clamp(min=0)]
-        return self.noise * self.head(x[places]) + laws
+        tables = self.tables[anchors, (places % size - first).clamp(min=0)]
+        return self.noise * self.head(x[places]) + tables
 
     def to_target(self, token_ids):
         return token_ids

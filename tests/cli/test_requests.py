@@ -133,12 +133,12 @@ def test_logprobs_are_those_of_transformers(options):
     ids = tokenizer()(PROMPT).input_ids
     text = torch.tensor([ids + found["tokens"]])
     with torch.no_grad():
-        laws = plain_model()(text).logits[0, len(ids) - 1 : -1].log_softmax(1)
+        logprobs = plain_model()(text).logits[0, len(ids) - 1 : -1].log_softmax(1)
     assert [one["token"] for one in found["logprobs"]] == found["tokens"]
-    for one, law in zip(found["logprobs"], laws, strict=True):
+    for one, scores in zip(found["logprobs"], logprobs, strict=True):
         assert one["text"] == tokenizer().decode([one["token"]])
-        assert one["logprob"] == pytest.approx(float(law[one["token"]]), abs=2e-5)
-        best = law.topk(3)
+        assert one["logprob"] == pytest.approx(float(scores[one["token"]]), abs=2e-5)
+        best = scores.topk(3)
         assert [top["token"] for top in one["top"]] == best.indices.tolist()
         values = [top["logprob"] for top in one["top"]]
         assert values == pytest.approx(best.values.tolist(), abs=2e-5)

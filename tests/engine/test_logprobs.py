@@ -42,7 +42,7 @@ def target() -> TinyTarget:
     return TinyTarget(device=DEVICE)
 
 
-def law(request: Request, output: list[int]) -> list[float]:
+def logprobs(request: Request, output: list[int]) -> list[float]:
     """The log-probabilities of the token after ``output``, in Python's float64."""
     prompt, params = list(request.prompt), request.sampling
     scores = dense_logits(target(), prompt + output)
@@ -60,7 +60,7 @@ def check(request: Request, out) -> None:
     count = request.sampling.logprobs
     assert len(out.logprobs) == len(out.tokens)
     for at, (token, found) in enumerate(zip(out.tokens, out.logprobs, strict=True)):
-        want = law(request, out.tokens[:at])
+        want = logprobs(request, out.tokens[:at])
         assert found.value == pytest.approx(want[token], abs=TOLERANCE)
         others = list(found.alternatives.values())
         assert others == sorted(others, reverse=True)
@@ -231,7 +231,7 @@ def test_phases_of_ones_own_leave_them_in_the_step(monkeypatch):
         ({"logprobs": -1}, "logprobs must be 0..20, got -1"),
         ({"logprobs": 1.5}, "logprobs must be a whole number, got 1.5"),
         ({"logprobs": True}, "logprobs must be a whole number, got True"),
-        ({"logprobs_of": "law"}, "logprobs_of must be 'raw' or 'processed', got 'law'"),
+        ({"logprobs_of": "all"}, "logprobs_of must be 'raw' or 'processed', got 'all'"),
     ],
 )
 def test_refusals(fields, message):

@@ -16,10 +16,11 @@ from specattn.speculative.lookup import LookupProposer
 from specattn.speculative.processors import ProcessorStates
 from specattn.speculative.sampling import SamplingParams
 from tests import processors as built_in
-from tests.engine.test_processor_laws import p_value
+from tests.engine.test_processor_distributions import p_value
 from tests.own_processors import Budget, ForgetsThePath, LastPenalty, NoNgram, own, processed
-from tests.processors import dense_logits, joint_law
-from tests.speculative import laws
+from tests.processors import dense_logits
+from tests.processors import three_tokens as distribution_of
+from tests.speculative import three_tokens
 from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -237,20 +238,19 @@ def test_tokens_outside_the_vocabulary_are_refused_on_the_host(params, prompt, s
 STRONG = partial(SamplingParams, 1.5, 3)
 
 
-def law_of(models, params):
-    return joint_law(lambda out: scores(models[0], laws.PROMPT, out, params), params)
-
-
 def drawn_p(models, params, processors) -> float:
     make = partial(Engine, processors=processors)
+    wanted = distribution_of(
+        lambda out: scores(models[0], three_tokens.PROMPT, out, params), params
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.engine.test_processor_laws.Engine", make)
-        return p_value(models, "tree", law_of(models, params), params)
+        patch.setattr("tests.engine.test_processor_distributions.Engine", make)
+        return p_value(models, "tree", wanted, params)
 
 
-def test_three_tokens_have_the_law_of_plain_decoding():
+def test_three_tokens_have_the_distribution_of_plain_decoding():
     """One that forgets the path fails the same test."""
-    models = laws.make_models()
+    models = three_tokens.make_models()
     params = STRONG(logit_bias={14: 5.0, 4: 5.0, 17: 5.0}, processors={"last": 4.0})
     assert drawn_p(models, params, [LastPenalty()]) > 1e-3
     assert drawn_p(models, params, [ForgetsThePath()]) < 1e-12

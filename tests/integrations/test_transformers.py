@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,13 +20,11 @@ from specattn.models import HFTarget, LMDraft, load_draft
 from specattn.models.hub import PAIR
 from specattn.speculative.logits_processor import LogitsProcessor
 from specattn.speculative.lookup import LookupProposer
+from tests.distributions import Distribution, joint, p_value
 from tests.models import heads
 from tests.models.conftest import TINY
 from tests.samples import half, sampled, star
-from tests.speculative import laws
-
-if TYPE_CHECKING:
-    from tests.processors import Law
+from tests.speculative import three_tokens
 
 MODELS = {
     "llama": {},
@@ -371,8 +368,8 @@ def _draw(model, head, **options) -> list[tuple[int, ...]]:
         model,
         {"input_ids": torch.tensor([PROMPT])},
         do_sample=True,
-        temperature=laws.TEMPERATURE,
-        top_k=laws.TOP_K,
+        temperature=three_tokens.TEMPERATURE,
+        top_k=three_tokens.TOP_K,
         max_new_tokens=3,
         num_return_sequences=60,
         draft=head,
@@ -381,35 +378,30 @@ def _draw(model, head, **options) -> list[tuple[int, ...]]:
     return [tuple(row) for row in drawn[:, len(PROMPT) :].tolist()]
 
 
-def law_of_three(model) -> Law:
+def distribution(model) -> Distribution:
     """The probability of every three tokens, by the model's own forward in float64."""
     exact = build(eos_token_id=None).double()
     exact.load_state_dict(model.state_dict())
-    paths: Law = {(): 1.0}
-    for _ in range(3):
-        longer: Law = {}
-        for path, mass in paths.items():
-            with torch.no_grad():
-                logits = exact(torch.tensor([[*PROMPT, *path]])).logits[0, -1]
-            kept = logits.topk(laws.TOP_K)
-            probs = torch.softmax(kept.values / laws.TEMPERATURE, -1).tolist()
-            longer |= {
-                (*path, token): mass * p
-                for token, p in zip(kept.indices.tolist(), probs, strict=True)
-            }
-        paths = longer
-    return paths
+
+    def after(output: list[int]) -> dict[int, float]:
+        with torch.no_grad():
+            logits = exact(torch.tensor([[*PROMPT, *output]])).logits[0, -1]
+        kept = logits.topk(three_tokens.TOP_K)
+        probs = torch.softmax(kept.values / three_tokens.TEMPERATURE, -1)
+        return dict(zip(kept.indices.tolist(), probs.tolist(), strict=True))
+
+    return joint(after)
 
 
 @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
-def test_drawn_tokens_have_the_law_of_the_target(head, tree, monkeypatch):
+def test_drawn_tokens_have_the_distribution_of_the_target(head, tree, monkeypatch):
     model = build(eos_token_id=None)
-    law = law_of_three(model)
+    wanted = distribution(model)
     torch.manual_seed(7)
-    assert laws.p_value(law, draw(model, 8, head, spec_config=tree)) > 1e-3
-    laws.accept_every_draft(monkeypatch)
-    spoilt = laws.p_value(law, draw(model, 5, head, spec_config=tree))
-    assert spoilt < 1e-6, "the test would not see a wrong law"
+    assert p_value(draw(model, 8, head, spec_config=tree), wanted) > 1e-3
+    three_tokens.accept_every_draft(monkeypatch)
+    spoilt = p_value(draw(model, 5, head, spec_config=tree), wanted)
+    assert spoilt < 1e-6, "the test would not see a wrong distribution"
 
 
 def test_top_p_keeps_what_transformers_keeps(model, head):

@@ -13,8 +13,9 @@ from specattn.models import load_draft
 from specattn.speculative.draft import choose_tokens
 from specattn.speculative.sampling import SamplingBatch
 from specattn.speculative.verify import over_target_vocabulary
+from tests.distributions import p_value
 from tests.models.heads import VD, V, eagle3_tensors, write
-from tests.speculative import laws
+from tests.speculative import three_tokens
 from tests.tiny import VOCAB, TinyDraft
 
 if TYPE_CHECKING:
@@ -43,24 +44,24 @@ class MappedDraft(TinyDraft):
 
 @pytest.mark.parametrize("name", ["chain", "rejection"])
 def test_texts_follow_the_targets_probabilities(name) -> None:
-    target, _ = laws.make_models()
-    draft = MappedDraft(device=laws.DEVICE, sharp=6.0)
-    probs = laws.joint_law(target, laws.PROMPT)
+    target, _ = three_tokens.make_models()
+    draft = MappedDraft(device=three_tokens.DEVICE, sharp=6.0)
+    probs = three_tokens.distribution(target, three_tokens.PROMPT)
     # the target's likeliest tokens are in part ones that the draft has
     assert len({path[0] for path in probs} & set(draft.target_ids.tolist())) in (1, 2)
-    engine = Engine(target, draft, laws.SETTINGS[name], buckets=[250])
-    results = engine.generate(laws.requests())
-    assert laws.p_value(probs, [tuple(result.tokens) for result in results]) > 1e-3
+    engine = Engine(target, draft, three_tokens.SETTINGS[name], buckets=[250])
+    results = engine.generate(three_tokens.requests())
+    assert p_value([tuple(result.tokens) for result in results], probs) > 1e-3
     assert max(n for result in results for n in result.accept_lens) > 1
 
 
 @pytest.mark.parametrize("token", [VOCAB, -1])
 def test_tokens_that_the_target_has_not_are_refused(token) -> None:
-    target, _ = laws.make_models()
-    draft = MappedDraft(device=laws.DEVICE)
+    target, _ = three_tokens.make_models()
+    draft = MappedDraft(device=three_tokens.DEVICE)
     draft.target_ids[7] = token
     with pytest.raises(ValueError, match=rf"must map to the target's tokens 0\.\.60, got {token}"):
-        Engine(target, draft, laws.SETTINGS["chain"], graphs=False)
+        Engine(target, draft, three_tokens.SETTINGS["chain"], graphs=False)
 
 
 def test_a_head_draws_by_probabilities_over_the_targets_tokens(target, tmp_path) -> None:

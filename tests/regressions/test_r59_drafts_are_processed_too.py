@@ -82,14 +82,14 @@ def test_texts_are_those_of_plain_decoding(name):
 
 @pytest.mark.parametrize("name", ["chain", "drawn chain", "beams", "DFlash", "lookup"])
 def test_no_token_comes_that_min_p_has_cut(name):
-    """Of a flat law, so that drafts are tokens that could be drawn without it."""
+    """Of a flat distribution, so that drafts are tokens that could be drawn without it."""
     run, cut = engine(name), 0
     drawn = SamplingParams(3.0, min_p=0.4)
     requests = [Request(PROMPT, 12, replace(drawn, seed=seed)) for seed in range(6)]
     for request, out in zip(requests, run.generate(requests), strict=True):
         for at, token in enumerate(out.tokens):
             scores = dense_logits(run.target.model, [*PROMPT, *out.tokens[:at]])
-            law = drawn_from(scores, request.sampling)
-            assert law[token] > 0
-            cut += sum(p > 0 for p in law) < 10
+            probs = drawn_from(scores, request.sampling)
+            assert probs[token] > 0
+            cut += sum(p > 0 for p in probs) < 10
     assert cut > 10, "min-p cuts nothing"

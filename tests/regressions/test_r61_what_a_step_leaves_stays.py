@@ -56,10 +56,10 @@ def assert_plain(target, prompt, result) -> None:
     """Tokens and log-probabilities are those of one forward over the text."""
     ids = torch.tensor([*prompt, *result.tokens], device=DEVICE)
     positions = torch.arange(len(ids), device=DEVICE)
-    laws = target(ids, positions, DenseAttend(target.layers)).logits[len(prompt) - 1 : -1]
-    assert result.tokens == laws.argmax(1).tolist()
+    logits = target(ids, positions, DenseAttend(target.layers)).logits[len(prompt) - 1 : -1]
+    assert result.tokens == logits.argmax(1).tolist()
     values = [found.value for found in result.logprobs]
-    want = laws.double().log_softmax(1).amax(1).tolist()
+    want = logits.double().log_softmax(1).amax(1).tolist()
     torch.testing.assert_close(values, want, rtol=0, atol=TOLERANCE)
 
 

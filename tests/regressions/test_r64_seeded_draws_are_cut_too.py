@@ -28,7 +28,7 @@ CONFIGS = {
     "chain": SpecConfig(3, 1, 4, 32, 16),
     "tree": SpecConfig(3, 3, 9, 32, 16),
 }
-# of a law so flat that uncut draws would leave it at once
+# of a distribution so flat that uncut draws would leave it at once
 PARAMS = [
     SamplingParams(4.0, top_k, top_p, seed, min_p)
     for seed, top_k, top_p, min_p in product((0, 5), (0, 3), (1.0, 0.5), (0.0, 0.6))
@@ -46,8 +46,8 @@ def test_every_token_is_one_that_is_kept(name):
         positions = torch.arange(len(ids), device=DEVICE)
         rows = models[0](ids, positions, DenseAttend(models[0].layers)).logits[3:-1]
         for token, scores in zip(out.tokens, rows.double().tolist(), strict=True):
-            law = drawn_from(scores, params)
-            assert law[token] > 0
+            probs = drawn_from(scores, params)
+            assert probs[token] > 0
             outside += sorted(scores)[-3] > scores[token]
     assert outside > 20, "what is not cut draws from all"
     again = run.generate([requests[3]])[0], run.generate([requests[-1]])[0]

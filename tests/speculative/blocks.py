@@ -8,13 +8,13 @@ import torch
 
 from specattn.engine.engine import Engine, Request
 from tests.books import check_books
-from tests.speculative import laws
+from tests.speculative import three_tokens
 from tests.tiny import TinyBlockDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
-    from tests.processors import Law
+    from tests.distributions import Distribution
 
 SIZE = 6
 PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9], [17], [4, 4, 4, 4, 4, 4, 4, 1]]
@@ -26,10 +26,10 @@ def engine(config: SpecConfig, draft=None, target=None, **options) -> Engine:
     return Engine(target, draft or TinyBlockDraft(SIZE, device=DEVICE), config, **options)
 
 
-def p_value(target: TinyTarget, config: SpecConfig, law: Law, **options) -> float:
-    """Hold three drawn tokens against the target's joint law."""
+def p_value(target: TinyTarget, config: SpecConfig, wanted: Distribution, **options) -> float:
+    """Hold three drawn tokens against the target's joint distribution."""
     run = engine(config, TinyBlockDraft(3, device=target.device), target, buckets=[250])
-    return laws.p_value_of(run, law, **options)
+    return three_tokens.drawn_p_value(run, wanted, **options)
 
 
 def poison(run: Engine) -> None:

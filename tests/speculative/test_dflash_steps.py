@@ -15,14 +15,14 @@ from specattn.speculative import draft, verify
 from specattn.speculative.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling import SamplingParams
 from tests.samples import sampled, star
-from tests.speculative import laws
+from tests.speculative import three_tokens
 from tests.speculative.blocks import PROMPTS, SIZE, decode, engine, p_value
-from tests.speculative.laws import PROMPT
+from tests.speculative.three_tokens import PROMPT
 from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE
 
 if TYPE_CHECKING:
-    from tests.processors import Law
+    from tests.distributions import Distribution
 
 CONTEXT = 96
 TREES = {
@@ -170,7 +170,7 @@ def test_one_launch_builds_the_tree_of_a_block(monkeypatch):
     assert calls == {"forward": 1, "tree": 1}
 
 
-LAWS = {
+DRAWN = {
     "chain": SpecConfig(2, 1, 3, 16, 250),
     "rejection": SpecConfig(2, 1, 3, 16, 250, draft_sampling=True),
     "beams": SpecConfig(2, 2, 5, 16, 250),
@@ -180,24 +180,24 @@ LAWS = {
 
 @pytest.fixture(scope="module")
 def target() -> TinyTarget:
-    return laws.make_models()[0]
+    return three_tokens.make_models()[0]
 
 
 @pytest.fixture(scope="module")
-def law(target) -> Law:
-    return laws.joint_law(target, PROMPT)
+def wanted(target) -> Distribution:
+    return three_tokens.distribution(target, PROMPT)
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_three_tokens_have_the_targets_joint_law(target, law, name):
-    assert p_value(target, LAWS[name], law) > 1e-3
+@pytest.mark.parametrize("name", DRAWN)
+def test_three_tokens_have_the_targets_joint_distribution(target, wanted, name):
+    assert p_value(target, DRAWN[name], wanted) > 1e-3
 
 
 def test_places_of_a_block_are_drawn_apart():
     """Each by a coin of its own: what one place holds says nothing about another."""
     config, count = SpecConfig(4, 1, 5, 16, 100, draft_sampling=True), 100
     run = engine(config, TinyBlockDraft(SIZE, device=DEVICE, sharp=0.1), buckets=[count])
-    # of one token that is kept, so that all requests have the same laws
+    # of one token that is kept, so that all requests have the same distributions
     drawn = [SamplingParams(2.0, top_k=1, seed=at) for at in range(count)]
     run.add([Request(PROMPT, 9, params) for params in drawn])
     rows = [one.row for one in run.running]
@@ -211,17 +211,19 @@ def test_places_of_a_block_are_drawn_apart():
     assert apart.abs().max() < 0.5, "five times the deviation of so many draws"
 
 
-def test_a_biased_sampler_fails_the_same_test(target, law, monkeypatch):
+def test_a_biased_sampler_fails_the_same_test(target, wanted, monkeypatch):
     monkeypatch.setattr(verify, "FINAL", verify.ACCEPT)
-    assert p_value(target, LAWS["best first"], law) < 1e-6
+    assert p_value(target, DRAWN["best first"], wanted) < 1e-6
 
 
-def test_a_law_that_is_not_the_one_drawn_from_fails_the_same_test(target, law, monkeypatch):
-    """A drawn chain is verified by the block's own laws."""
+def test_a_distribution_that_is_not_the_one_drawn_from_fails_the_same_test(
+    target, wanted, monkeypatch
+):
+    """A drawn chain is verified by the block's own distributions."""
     honest = draft.draw_tokens
 
-    def drawn(laws_, coins):
-        return honest(laws_.roll(1, 1), coins)
+    def drawn(probs, coins):
+        return honest(probs.roll(1, 1), coins)
 
     monkeypatch.setattr(draft, "draw_tokens", drawn)
-    assert p_value(target, LAWS["rejection"], law, draws=1000) < 1e-6
+    assert p_value(target, DRAWN["rejection"], wanted, draws=1000) < 1e-6

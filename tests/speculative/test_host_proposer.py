@@ -1,4 +1,4 @@
-"""Drafts of the host in whole steps: the target's tokens, its law, and what proposers are told."""
+"""Drafts of the host in whole steps: tokens, their distribution, what proposers are told."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specattn.speculative.sampling import SamplingParams
 from tests.books import check_books
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text
-from tests.speculative import laws
+from tests.speculative import three_tokens
 from tests.speculative.stepping import hold_up
 from tests.speculative.test_host_plans import PlanningBackend
 from tests.tiny import VOCAB, TinyDraft, TinyTarget, dense_greedy
@@ -345,15 +345,15 @@ def test_what_cannot_be_is_refused(target, guesses):
 class Likely(HostProposer):
     """Drafts the most probable texts, with one token twice below the root."""
 
-    def __init__(self, law):
-        self.law = law
+    def __init__(self, wanted):
+        self.wanted = wanted
 
     def draft(self, requests, config):
         return [self.tree(one.tokens[one.prompt_len :], config) for one in requests]
 
     def tree(self, text, config):
-        begun = [path for path in self.law if list(path[: len(text)]) == text]
-        paths = [path[len(text) :] for path in sorted(begun, key=self.law.get)[::-1]]
+        begun = [path for path in self.wanted if list(path[: len(text)]) == text]
+        paths = [path[len(text) :] for path in sorted(begun, key=self.wanted.get)[::-1]]
         if config.topk == 1:
             return HostTree(paths[0])
         firsts = list(dict.fromkeys(path[0] for path in paths if path))
@@ -366,24 +366,22 @@ class Likely(HostProposer):
 
 
 @pytest.fixture(scope="module")
-def law():
-    target, _ = laws.make_models()
-    return target, laws.joint_law(target, laws.PROMPT)
+def drawing():
+    target, _ = three_tokens.make_models()
+    return target, three_tokens.distribution(target, three_tokens.PROMPT)
 
 
-def drawn(law, tree, **options):
-    """A p-value of drawn texts."""
-    run = Engine(law[0], Likely(law[1]), laws.SETTINGS[tree], buckets=[250])
-    out = run.generate(laws.requests(**options))
-    assert sum(n > 1 for r in out for n in r.accept_lens) > 100, "nothing was ever accepted"
-    return laws.p_value(law[1], [tuple(result.tokens) for result in out])
+def p_value(drawing, tree, **options):
+    target, wanted = drawing
+    run = Engine(target, Likely(wanted), three_tokens.SETTINGS[tree], buckets=[250])
+    return three_tokens.drawn_p_value(run, wanted, least_gains=100, **options)
 
 
 @pytest.mark.parametrize("tree", ["chain", "tree"])
-def test_three_tokens_have_the_targets_joint_law(law, tree):
-    assert drawn(law, tree) > 1e-3
+def test_three_tokens_have_the_targets_joint_distribution(drawing, tree):
+    assert p_value(drawing, tree) > 1e-3
 
 
-def test_one_coin_for_both_decisions_fails_the_same_test(law, monkeypatch):
-    monkeypatch.setattr(laws.verify, "FINAL", laws.verify.ACCEPT)
-    assert drawn(law, "tree", draws=750) < 1e-10
+def test_one_coin_for_both_decisions_fails_the_same_test(drawing, monkeypatch):
+    monkeypatch.setattr(three_tokens.verify, "FINAL", three_tokens.verify.ACCEPT)
+    assert p_value(drawing, "tree", draws=750) < 1e-10

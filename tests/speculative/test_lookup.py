@@ -1,4 +1,4 @@
-"""Prompt lookup in whole steps, alone and in front of a draft: the target's tokens, and its law."""
+"""Prompt lookup in whole steps, alone and in front of a draft: tokens, and their distribution."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.books import check_books
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text
 from tests.samples import sampled, star
-from tests.speculative import laws
+from tests.speculative import three_tokens
 from tests.tiny import VOCAB, TinyDraft, TinyTarget, dense_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -266,40 +266,41 @@ def test_what_cannot_be_is_refused(models):
             Engine(models[0], proposer(kind, models), config)
 
 
-def law_of(models, kind, tree, prompt, law):
-    """A p-value of drawn texts after a prompt."""
+def p_value(models, kind, tree, prompt, wanted):
+    """Of drawn texts after a prompt."""
     config = SpecConfig(*tree, 64, 250)
     run = Engine(models[0], proposer(kind, models, 1, 3), config, buckets=[250])
-    out = run.generate(laws.requests(prompt))
-    assert sum(n > 1 for r in out for n in r.accept_lens) > 100, "nothing was ever accepted"
-    return laws.p_value(law, [tuple(result.tokens) for result in out])
+    return three_tokens.drawn_p_value(run, wanted, prompt, least_gains=100)
 
 
 @pytest.fixture(scope="module")
-def law_models():
-    return laws.make_models()
+def drawing_models():
+    return three_tokens.make_models()
 
 
 @pytest.fixture(scope="module")
-def law(law_models):
-    """A prompt with what is probable after it, and the law of three tokens after that."""
-    likely = laws.joint_law(law_models[0], laws.PROMPT)
+def drawing(drawing_models):
+    """A prompt with what is probable after it, and the distribution of three tokens after that."""
+    target, _ = drawing_models
+    likely = three_tokens.distribution(target, three_tokens.PROMPT)
     paths = sorted(likely, key=likely.get)[-9:]
-    prompt = [*(token for path in paths for token in path), *laws.PROMPT]
-    return prompt, laws.joint_law(law_models[0], prompt)
+    prompt = [*(token for path in paths for token in path), *three_tokens.PROMPT]
+    return prompt, three_tokens.distribution(target, prompt)
 
 
 @pytest.mark.slow
 @sampled(star, kind=KINDS, tree={"tree": (2, 3, 7), "chain": (2, 1, 3)})
-def test_three_tokens_have_the_targets_joint_law(law_models, law, kind, tree):
-    assert law_of(law_models, kind, tree, *law) > 1e-3
+def test_three_tokens_have_the_targets_joint_distribution(drawing_models, drawing, kind, tree):
+    assert p_value(drawing_models, kind, tree, *drawing) > 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_coin_for_both_decisions_fails_the_same_test(law_models, law, kind, monkeypatch):
-    monkeypatch.setattr(laws.verify, "FINAL", laws.verify.ACCEPT)
-    assert law_of(law_models, kind, (2, 3, 7), *law) < 1e-6
+def test_one_coin_for_both_decisions_fails_the_same_test(
+    drawing_models, drawing, kind, monkeypatch
+):
+    monkeypatch.setattr(three_tokens.verify, "FINAL", three_tokens.verify.ACCEPT)
+    assert p_value(drawing_models, kind, (2, 3, 7), *drawing) < 1e-6
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from specattn.speculative.step_decoder import StepDecoder
 from specattn.speculative.step_setup import StepSetup
 from tests.books import check_books
 from tests.samples import sampled, star
-from tests.speculative import laws
+from tests.speculative import three_tokens
 from tests.speculative.test_host_plans import PlanningBackend
 from tests.tiny import VOCAB, DenseAttend, TinyTarget, dense_greedy
 
@@ -237,21 +237,24 @@ def models() -> tuple[TinyTarget, LMDraft]:
     )
 
 
-SETTINGS = laws.SETTINGS | {"best first": SpecConfig(2, 1, 7, 32, 250, tree="best_first", ranks=3)}
+SETTINGS = three_tokens.SETTINGS | {
+    "best first": SpecConfig(2, 1, 7, 32, 250, tree="best_first", ranks=3)
+}
 
 
 def p_value(models, name: str) -> float:
-    law = laws.joint_law(models[0], laws.PROMPT)
-    return laws.p_value_of(Engine(*models, SETTINGS[name], buckets=[250]), law)
+    wanted = three_tokens.distribution(models[0], three_tokens.PROMPT)
+    run = Engine(*models, SETTINGS[name], buckets=[250])
+    return three_tokens.drawn_p_value(run, wanted)
 
 
 @pytest.mark.parametrize("name", ["chain", "tree", "best first", "rejection"])
-def test_three_tokens_have_the_targets_joint_law(models, name) -> None:
+def test_three_tokens_have_the_targets_joint_distribution(models, name) -> None:
     assert p_value(models, name) > 1e-3
 
 
 def test_a_lenient_rejection_fails_the_same_test(models, monkeypatch) -> None:
-    laws.accept_every_draft(monkeypatch)
+    three_tokens.accept_every_draft(monkeypatch)
     assert p_value(models, "rejection") < 1e-10
 
 

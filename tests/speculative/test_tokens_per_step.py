@@ -37,36 +37,36 @@ def ints(values):
     return torch.tensor([*values], device=DEVICE)
 
 
-def lm_law(target, draft, text):
+def lm_probs(target, draft, text):
     """What a whole model says after a text and a path."""
     attend = DenseAttend(draft.layers)
     first = draft.model(ints(text), ints(range(len(text))), attend)
     kept = attend.kv
 
-    def law(path):
+    def probs(path):
         out, attend.kv = first, [*kept]
         if path:
             places = ints(range(len(text), len(text) + len(path)))
             out = draft.model(ints(path), places, attend)
         return out.logits[-1].softmax(0)
 
-    return law
+    return probs
 
 
-def eagle_law(target, draft, text):
+def eagle_probs(target, draft, text):
     """What a head says: over the target's features, then over its own states."""
     attend, last = DenseAttend(draft.layers), len(text) - 1
     features = draft.combine(dense_features(target, text[:-1]))
     first = draft(ints(text[1:]), features, ints(range(last)), attend)
     kept = attend.kv
 
-    def law(path):
+    def probs(path):
         out, attend.kv = first, [*kept]
         for at, token in enumerate(path):
             out = draft(ints([token]), out.hidden_states[-1:], ints([last + at]), attend)
         return out.logits[-1].softmax(0)
 
-    return law
+    return probs
 
 
 class DenseBlock(DenseAttend):
@@ -85,7 +85,7 @@ class DenseBlock(DenseAttend):
         return torch.stack(found)
 
 
-def block_law(target, draft, text):
+def block_probs(target, draft, text):
     """What a block says of a depth, whatever its path."""
     shape, last = draft.block, len(text) - 1
     states = draft.combine(dense_features(target, text[:-1]))
@@ -98,14 +98,14 @@ def block_law(target, draft, text):
     return lambda path: out[len(path) + shape.first_draft].softmax(0)
 
 
-def beams(law, tree):
+def beams(probs, tree):
     """The best candidates of every beam, then the best of all: EAGLE-2."""
     num_steps, topk, nodes = tree
     beam, found = [((), 1.0)], []
     for _ in range(num_steps):
         grown = []
         for path, score in beam:
-            best = law(path).topk(topk)
+            best = probs(path).topk(topk)
             pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
             grown += [((*path, token), score * prob) for prob, token in pairs]
         beam = sorted(grown, key=lambda one: -one[1])[:topk]
@@ -139,15 +139,15 @@ def gains(prompt, wanted, propose):
 
 
 def model(kind):
-    """A draft, and what gives its law of a text."""
+    """A draft, and what gives its probabilities after a text."""
     if kind == "model":
         # like the target but for its output: a key or place that is wrong soon shows
         draft = attentive(DEVICE)
         draft.head.weight += 0.2 * draft.head.weight.flip(0)
-        return LMDraft(draft, VOCAB), lm_law
+        return LMDraft(draft, VOCAB), lm_probs
     if kind == "block":
-        return TinyBlockDraft(device=DEVICE, noise=1.0), block_law
-    return TinyDraft(device=DEVICE), eagle_law
+        return TinyBlockDraft(device=DEVICE, noise=1.0), block_probs
+    return TinyDraft(device=DEVICE), eagle_probs
 
 
 def drafting(kind, tree, target):
@@ -159,8 +159,8 @@ def drafting(kind, tree, target):
     if other == "lookup":
         draft, behind = LookupProposer(1, 4), lookup
     else:
-        draft, law = model(other or first)
-        behind = lambda text: beams(law(target, draft, text), tree)  # noqa: E731
+        draft, probs = model(other or first)
+        behind = lambda text: beams(probs(target, draft, text), tree)  # noqa: E731
     if not other:
         return draft, behind
     front = partial(looked_up, tree, 2, 5)

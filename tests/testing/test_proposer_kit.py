@@ -42,7 +42,7 @@ SHIPPED = [
     "check",
     [
         *(check for draft in SHIPPED for check in proposer_conformance(draft, TARGET)),
-        # drafts with a law per depth
+        # drafts with probabilities per depth
         *(
             check
             for draft in SHIPPED[:3]

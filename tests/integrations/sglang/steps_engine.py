@@ -39,7 +39,7 @@ DRAWN = (
     {"temperature": 0.7, "top_k": 20, "seed": 11},
 )
 #: How requests draw that name none, and how many there are.
-LAW, DRAWS = {"temperature": 1.0, "top_k": 6}, 240
+PAIRS, DRAWS = {"temperature": 1.0, "top_k": 6}, 240
 #: What requests ask of their logits, greedily, and by drawing.
 PROCESSED: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 0.8, "presence_penalty": 0.4},
@@ -78,7 +78,7 @@ ALL = (
     "streamed",
     "aborted",
     "refused",
-    "law",
+    "pairs",
 )
 SETTINGS = {
     "tree": Setting((4, 5, 16), ALL),
@@ -130,9 +130,9 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in TEXTS]
 
 
-def sampling(law: dict[str, Any]) -> dict[str, Any]:
-    """Return a law as SGLang names its numbers."""
-    renamed = {"sampling_seed" if name == "seed" else name: value for name, value in law.items()}
+def sampling(params: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters as SGLang names them."""
+    renamed = {"sampling_seed" if name == "seed" else name: value for name, value in params.items()}
     return {"temperature": 0} | renamed
 
 
@@ -185,7 +185,7 @@ class Asking:
 
     async def drawn(self) -> Any:
         """A greedy request beside two that draw."""
-        return await asyncio.gather(self.one(3), *(self.one(5, **sampling(law)) for law in DRAWN))
+        return await asyncio.gather(self.one(3), *(self.one(5, **sampling(one)) for one in DRAWN))
 
     async def processed(self) -> Any:
         """Requests that ask something of their logits, and one that does not."""
@@ -252,9 +252,9 @@ class Asking:
         alone = await asyncio.gather(self.one(3, **named), return_exceptions=True)
         return [pair[0], str(pair[1]), str(alone[0])]
 
-    async def law(self) -> Any:
+    async def pairs(self) -> Any:
         """Two tokens of many requests of one prompt, none of which names a seed."""
-        out = await asyncio.gather(*(self.one(0, 2, **LAW) for _ in range(DRAWS)))
+        out = await asyncio.gather(*(self.one(0, 2, **PAIRS) for _ in range(DRAWS)))
         return [one["tokens"] for one in out]
 
     async def endless(self) -> Any:

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from tempfile import gettempdir
 from types import SimpleNamespace
@@ -21,14 +20,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from tests.distributions import Distribution, joint, p_value
 from tests.integrations.sglang.engine import PAIR
 from tests.integrations.sglang.steps_engine import (
     CONTEXT,
     DRAWN,
     DRAWN_PROCESSED,
     DRAWS,
-    LAW,
     LENGTHS,
+    PAIRS,
     PROCESSED,
     REGEX,
     SETTINGS,
@@ -105,8 +105,8 @@ def own(setting: str) -> SimpleNamespace:
         for prompt, new in zip(prompts(), LENGTHS, strict=True)
     ]
     drawing = [
-        Request(prompts()[5], LENGTHS[5], sampling=SamplingParams(**law), ignore_eos=True)
-        for law in (*DRAWN, DRAWN_PROCESSED)
+        Request(prompts()[5], LENGTHS[5], sampling=SamplingParams(**params), ignore_eos=True)
+        for params in (*DRAWN, DRAWN_PROCESSED)
     ]
     return SimpleNamespace(
         steps=[result.steps for result in engine.generate(asked)],
@@ -316,40 +316,22 @@ def test_larger_batches_take_another_tree():
 
 
 @functools.cache
-def law(temperature: float) -> dict[tuple[int, ...], float]:
+def distribution(temperature: float) -> Distribution:
     """Return the probabilities of two tokens after the first prompt, in float64."""
-    exact = model(torch.float64)
+    exact, prompt = model(torch.float64), prompts()[0]
 
-    def after(ids: list[int]) -> list[tuple[int, float]]:
+    def after(output: list[int]) -> dict[int, float]:
         with torch.no_grad():
-            logits = exact(torch.tensor([ids])).logits[0, -1] / temperature
-        best = logits.topk(LAW["top_k"])
-        probs = best.values.softmax(0).tolist()
-        return list(zip(best.indices.tolist(), probs, strict=True))
+            logits = exact(torch.tensor([[*prompt, *output]])).logits[0, -1] / temperature
+        best = logits.topk(PAIRS["top_k"])
+        return dict(zip(best.indices.tolist(), best.values.softmax(0).tolist(), strict=True))
 
-    prompt = prompts()[0]
-    pairs = {}
-    for one, first in after(prompt):
-        pairs |= {(one, two): first * second for two, second in after([*prompt, one])}
-    return pairs
+    return joint(after, 2)
 
 
-def p_value(drawn: list[list[int]], expected: dict[tuple[int, ...], float]) -> float:
-    """Return chi-square's, with rare pairs put together."""
-    from scipy.stats import chisquare
-
-    counts = Counter(map(tuple, drawn))
-    assert counts.keys() <= expected.keys()
-    often = {pair for pair, prob in expected.items() if prob * len(drawn) >= 5}
-    seen = [counts[pair] for pair in often]
-    wanted = [expected[pair] * len(drawn) for pair in often]
-    rest = len(drawn) - sum(seen), len(drawn) - sum(wanted)
-    return chisquare([*seen, rest[0]], [*wanted, rest[1]]).pvalue
-
-
-def test_requests_without_seeds_draw_from_the_targets_law():
-    drawn = run("tree")["law"]
+def test_requests_without_seeds_draw_from_the_targets_distribution():
+    drawn = run("tree")["pairs"]
     assert len(drawn) == DRAWS
-    assert p_value(drawn, law(LAW["temperature"])) > 1e-4
-    # the control: another law
-    assert p_value(drawn, law(2.5)) < 1e-4
+    assert p_value(drawn, distribution(PAIRS["temperature"])) > 1e-4
+    # the control: another temperature
+    assert p_value(drawn, distribution(2.5)) < 1e-4

@@ -75,8 +75,8 @@ class Case:
     def scores(self, req, node):
         """What the request wants, as logits in float64."""
         kind = self.sources[self.rows[req]]
-        law = {RAW: self.logits, PROCESSED: self.processed, DRAWN: self.probs}[kind]
-        row = law[req, node].double().tolist()
+        scores = {RAW: self.logits, PROCESSED: self.processed, DRAWN: self.probs}[kind]
+        row = scores[req, node].double().tolist()
         return row if kind != DRAWN else [math.log(p) if p else -math.inf for p in row]
 
     def entry(self, req, step):

@@ -34,7 +34,7 @@ def small(monkeypatch):
         monkeypatch.setattr(f"{TRITON}.{name}", size)
 
 
-def law(logits, temperature, top_k, top_p, min_p=0.0):
+def probabilities(logits, temperature, top_k, top_p, min_p=0.0):
     """Temperature, then top-k, then top-p, then min-p, in float64."""
     vocab = len(logits)
     if not math.isfinite(max(logits)):
@@ -94,7 +94,9 @@ def test_target_probs(implementation, vocab, small):
     # quarters: ties are frequent
     logits = rows_of(rng, vocab, lambda rng, t: rng.randrange(-12, 13) / 4)
     got = probs_of(logits, *zip(*SETTINGS, strict=True), rows_per_req=1)
-    check(got, [law(row, *setting) for row, setting in zip(logits, SETTINGS, strict=True)])
+    check(
+        got, [probabilities(row, *setting) for row, setting in zip(logits, SETTINGS, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("cuts", ["none", "top-k", "top-p", "both"])
@@ -109,7 +111,7 @@ def test_min_p_cuts_what_the_others_leave(implementation, cuts, small):
     logits = torch.tensor([[rng.gauss(0, 3) for _ in range(90)] for _ in range(12)]).tolist()
     got = probs_of(logits, temperature, top_k, top_p, 2, min_p)
     want = [
-        law(
+        probabilities(
             row,
             temperature[i // 2],
             top_k[i // 2] if top_k else 0,
@@ -129,7 +131,7 @@ def test_min_p_of_rows_without_a_distribution(implementation, odd, small):
     rows[0][7] = odd
     got = probs_of(rows, [1.0, 1.0], None, None, 1, [0.3, 0.3])
     assert got[0].isnan().all()
-    check(got[1:], [law(rows[1], 1.0, 0, 1.0, 0.3)])
+    check(got[1:], [probabilities(rows[1], 1.0, 0, 1.0, 0.3)])
 
 
 ODD = {
@@ -153,7 +155,7 @@ def test_odd_rows(implementation, name, small):
     logits = rows_of(rng, 90, ODD[name])[: 2 * len(settings)]
     logits = torch.tensor(logits).tolist()  # what float32 has of them
     got = probs_of(logits, *zip(*settings, strict=True), rows_per_req=2)
-    check(got, [law(row, *settings[i // 2]) for i, row in enumerate(logits)])
+    check(got, [probabilities(row, *settings[i // 2]) for i, row in enumerate(logits)])
 
 
 @pytest.mark.parametrize("bins", [16, 128])
@@ -168,7 +170,9 @@ def test_cuts_among_few_tokens(bins, small, monkeypatch):
     settings = settings * len(ODD)
     with using("triton"):
         got = probs_of(logits, *zip(*settings, strict=True), rows_per_req=1)
-    check(got, [law(row, *setting) for row, setting in zip(logits, settings, strict=True)])
+    check(
+        got, [probabilities(row, *setting) for row, setting in zip(logits, settings, strict=True)]
+    )
 
 
 def test_the_token_after_the_last_of_top_k_is_left_out(implementation, small):
@@ -176,7 +180,7 @@ def test_the_token_after_the_last_of_top_k_is_left_out(implementation, small):
     counts = [1, 2, 5, 11, 30]
     rows = [[-float(k), *(-float(t) for t in range(40) if t != k)] for k in counts]
     got = probs_of(rows, [1.0] * len(rows), counts, None, 1)
-    check(got, [law(row, 1.0, k, 1.0) for row, k in zip(rows, counts, strict=True)])
+    check(got, [probabilities(row, 1.0, k, 1.0) for row, k in zip(rows, counts, strict=True)])
     assert (got[:, 0] == 0).all()
 
 
@@ -190,7 +194,7 @@ def test_of_equal_tokens_in_a_list_the_lower_ones_are_kept(cut, small, monkeypat
     rows = [[0.0] * 90, [float(rng.randrange(2)) for _ in range(90)]]
     with using("triton"):
         got = probs_of(rows, [1.0] * 2, [cut[0]] * 2, [cut[1]] * 2, 1)
-    check(got, [law(row, 1.0, *cut) for row in rows])
+    check(got, [probabilities(row, 1.0, *cut) for row in rows])
 
 
 @pytest.mark.parametrize("tied", [(0, 1), (0, 89), (1, 2), (88, 89)], ids=str)
@@ -202,7 +206,7 @@ def test_of_two_tokens_that_tie_for_the_last_place_one_is_kept(tied, small, monk
     settings = [(2, 1.0), (0, 0.7), (2, 0.9)]
     with using("triton"):
         got = probs_of([row] * 3, [1.0] * 3, *zip(*settings, strict=True), 1)
-    check(got, [law(row, 1.0, *cut) for cut in settings])
+    check(got, [probabilities(row, 1.0, *cut) for cut in settings])
 
 
 def test_cuts_do_not_depend_on_the_programs_of_a_row(small, monkeypatch):

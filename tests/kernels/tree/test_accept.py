@@ -143,24 +143,24 @@ def inverse_cdf(weights, coin):
 
 
 def sampled_walk(tree, tokens, probs, coins, final_coins, steps):
-    """The law's own words, in exact fractions."""
+    """The definition's own words, in exact fractions."""
     path, emitted = [0], []
     while True:
-        law = [Fraction(p) for p in probs[path[-1]]]
+        weights = [Fraction(p) for p in probs[path[-1]]]
         family = tree.children(path[-1]) if len(path) <= steps else []
         coin, reached, dropped, took = Fraction(coins[len(path) - 1]), Fraction(0), [], None
         for child in family:
             token = tokens[child]
-            p = Fraction(0) if token in dropped or not 0 <= token < len(law) else law[token]
+            p = Fraction(0) if token in dropped or not 0 <= token < len(weights) else weights[token]
             reached += p
             if p > 0 and coin < reached:
                 took = child
                 break
             dropped.append(token)
         if took is None:
-            rest = [Fraction(0) if t in dropped else p for t, p in enumerate(law)]
+            rest = [Fraction(0) if t in dropped else p for t, p in enumerate(weights)]
             final = Fraction(final_coins[len(path) - 1])
-            return path, [*emitted, inverse_cdf(rest if sum(rest) else law, final)]
+            return path, [*emitted, inverse_cdf(rest if sum(rest) else weights, final)]
         path.append(took)
         emitted.append(tokens[took])
 
@@ -400,11 +400,13 @@ def rejection_walk(tokens, draft, target, coins, final_coins):
         path.append(depth + 1)
         emitted.append(token)
     last = len(path) - 1
-    law = [Fraction(p) for p in target[last]]
+    weights = [Fraction(p) for p in target[last]]
     if last < steps:
-        rest = [max(p - Fraction(q), Fraction(0)) for p, q in zip(law, draft[last], strict=True)]
-        law = rest if sum(rest) else law
-    return path, [*emitted, inverse_cdf(law, Fraction(final_coins[last]))]
+        rest = [
+            max(p - Fraction(q), Fraction(0)) for p, q in zip(weights, draft[last], strict=True)
+        ]
+        weights = rest if sum(rest) else weights
+    return path, [*emitted, inverse_cdf(weights, Fraction(final_coins[last]))]
 
 
 @pytest.mark.parametrize(("steps", "vocab"), [(0, 4), (1, 3), (4, 7), (7, 33)])

@@ -1,4 +1,4 @@
-"""Drawn tokens have the law of plain decoding under processors: three tokens, against a product."""
+"""Drawn tokens have plain decoding's distribution under processors: three, against a product."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 from specattn.engine.engine import Engine
 from specattn.speculative.sampling import SamplingParams
 from tests.grammars import Remainders, constrained_logits
-from tests.processors import dense_logits, joint_law, no_path, processed
+from tests.processors import dense_logits, no_path, processed
+from tests.processors import three_tokens as distribution_of
 from tests.samples import sampled, star
-from tests.speculative import laws
-from tests.speculative.laws import DEVICE, PROMPT, SETTINGS
+from tests.speculative import three_tokens
+from tests.speculative.three_tokens import DEVICE, PROMPT, SETTINGS
 
 __all__ = ["DEVICE"]
 
@@ -34,44 +35,44 @@ STRONG = DRAWN(repetition_penalty=3.0, frequency_penalty=2.0, logit_bias={14: 5.
 
 @pytest.fixture(scope="module")
 def models():
-    return laws.make_models()
+    return three_tokens.make_models()
 
 
-def p_value(models, setting: str, law, params: SamplingParams, **options) -> float:
+def p_value(models, setting: str, wanted, params: SamplingParams, **options) -> float:
     run = Engine(*models, SETTINGS[setting], buckets=[250])
-    return laws.p_value_of(run, law, params=params, **options)
+    return three_tokens.drawn_p_value(run, wanted, params=params, **options)
 
 
-def law_of(models, params: SamplingParams):
+def distribution(models, params: SamplingParams):
     def logits(output):
         return processed(dense_logits(models[0], [*PROMPT, *output]), PROMPT, output, params)
 
-    return joint_law(logits, params)
+    return distribution_of(logits, params)
 
 
 @sampled(star, setting=["tree", "chain"], name=["three", *list(PARAMS)[:-1]])
-def test_three_tokens_have_the_law_of_plain_decoding(models, name, setting):
-    law = law_of(models, PARAMS[name])
-    assert p_value(models, setting, law, PARAMS[name]) > 1e-3
+def test_three_tokens_have_the_distribution_of_plain_decoding(models, name, setting):
+    wanted = distribution(models, PARAMS[name])
+    assert p_value(models, setting, wanted, PARAMS[name]) > 1e-3
 
 
-def test_rejection_sampling_keeps_the_law(models):
-    law = law_of(models, PARAMS["three"])
-    assert p_value(models, "rejection", law, PARAMS["three"]) > 1e-3
+def test_rejection_sampling_keeps_the_distribution(models):
+    wanted = distribution(models, PARAMS["three"])
+    assert p_value(models, "rejection", wanted, PARAMS["three"]) > 1e-3
 
 
 def test_a_history_without_the_path_fails_the_same_test(monkeypatch):
     """The control, on a CPU: every node is processed as the root is."""
-    monkeypatch.setattr(laws, "DEVICE", "cpu")
-    models = laws.make_models()
-    law = law_of(models, STRONG)
-    assert p_value(models, "tree", law, STRONG, draws=MANY) > 1e-3
+    monkeypatch.setattr(three_tokens, "DEVICE", "cpu")
+    models = three_tokens.make_models()
+    wanted = distribution(models, STRONG)
+    assert p_value(models, "tree", wanted, STRONG, draws=MANY) > 1e-3
     monkeypatch.setattr("specattn.kernels.processors._path", no_path)
-    assert p_value(models, "tree", law, STRONG, draws=MANY) < 1e-30
+    assert p_value(models, "tree", wanted, STRONG, draws=MANY) < 1e-30
 
 
 @pytest.mark.parametrize("setting", ["plain", "chain", "tree"])
-def test_constrained_tokens_have_the_law_of_plain_constrained_decoding(models, setting):
+def test_constrained_tokens_have_the_distribution_of_plain_constrained_decoding(models, setting):
     params = DRAWN(frequency_penalty=0.5)
-    law = joint_law(lambda out: constrained_logits(models[0], PROMPT, out, params), params)
-    assert p_value(models, setting, law, params, grammar=partial(Remainders, PROMPT)) > 1e-3
+    wanted = distribution_of(lambda out: constrained_logits(models[0], PROMPT, out, params), params)
+    assert p_value(models, setting, wanted, params, grammar=partial(Remainders, PROMPT)) > 1e-3

@@ -1,4 +1,4 @@
-"""Whole steps emit exactly the target's law: the joint law of three tokens, against a product."""
+"""Whole steps draw from exactly the target's distribution: three tokens, against a product."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ from specattn.engine.engine import Engine, Request
 from specattn.kernels.sampling import DRAFT, target_probs
 from specattn.speculative import draft, verify
 from specattn.speculative.sampling import SamplingParams
-from tests.speculative import laws
-from tests.speculative.laws import PROMPT, SETTINGS, TEMPERATURE, TOP_K
+from tests.speculative import three_tokens
+from tests.speculative.three_tokens import PROMPT, SETTINGS, TEMPERATURE, TOP_K
 
 if TYPE_CHECKING:
-    from tests.processors import Law
+    from tests.distributions import Distribution
 
 
 @pytest.fixture(scope="module")
 def models():
-    return laws.make_models()
+    return three_tokens.make_models()
 
 
 @pytest.fixture(scope="module")
-def law(models) -> Law:
-    return laws.joint_law(models[0], PROMPT)
+def wanted(models) -> Distribution:
+    return three_tokens.distribution(models[0], PROMPT)
 
 
-def p_value(models, config: SpecConfig, law: Law, **options) -> float:
-    return laws.p_value_of(Engine(*models, config, buckets=[250], **options), law)
+def p_value(models, config: SpecConfig, wanted: Distribution, **options) -> float:
+    run = Engine(*models, config, buckets=[250], **options)
+    return three_tokens.drawn_p_value(run, wanted)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_three_tokens_have_the_targets_joint_law(models, law, name):
-    assert p_value(models, SETTINGS[name], law) > 1e-3
+def test_three_tokens_have_the_targets_joint_distribution(models, wanted, name):
+    assert p_value(models, SETTINGS[name], wanted) > 1e-3
 
 
-def test_settings_that_change_every_step_keep_the_law(models, law):
+def test_settings_that_change_every_step_keep_the_distribution(models, wanted):
     rng, others = random.Random(3), [SETTINGS["chain"], SETTINGS["plain"]]
     options = {"configs": others, "policy": lambda observed: rng.choice(observed.configs)}
-    assert p_value(models, SETTINGS["tree"], law, **options) > 1e-3
+    assert p_value(models, SETTINGS["tree"], wanted, **options) > 1e-3
 
 
-def test_a_biased_sampler_fails_the_same_test(models, law, monkeypatch):
-    """R19: one coin for both decisions is not the target's law, and the test sees it."""
+def test_a_biased_sampler_fails_the_same_test(models, wanted, monkeypatch):
+    """R19: one coin for both decisions is not the target's distribution, and the test sees it."""
     monkeypatch.setattr(verify, "FINAL", verify.ACCEPT)
-    assert p_value(models, SETTINGS["tree"], law) < 1e-10
+    assert p_value(models, SETTINGS["tree"], wanted) < 1e-10
 
 
-def test_a_lenient_rejection_fails_the_same_test(models, law, monkeypatch):
-    """Accepting every draft the target could have drawn is not the target's law."""
-    laws.accept_every_draft(monkeypatch)
-    assert p_value(models, SETTINGS["rejection"], law) < 1e-10
+def test_a_lenient_rejection_fails_the_same_test(models, wanted, monkeypatch):
+    """Accepting every draft the target could have drawn is not the target's distribution."""
+    three_tokens.accept_every_draft(monkeypatch)
+    assert p_value(models, SETTINGS["rejection"], wanted) < 1e-10
 
 
 def test_greedy_requests_stay_greedy_under_rejection(models):
@@ -69,8 +70,8 @@ def test_greedy_requests_stay_greedy_under_rejection(models):
     assert max(n for r in sampled for n in r.accept_lens) > 1
 
 
-def test_the_law_is_that_of_target_probs():
-    """The dense law above and the library's distribution agree on truncation and temperature."""
+def test_the_distribution_is_that_of_target_probs():
+    """The dense distribution above and the library's agree on truncation and temperature."""
     logits = torch.randn(5, 61)
     probs = target_probs(
         logits, torch.tensor([TEMPERATURE]), torch.tensor([TOP_K], dtype=torch.int32), None, 5

@@ -1,4 +1,4 @@
-"""Recorded steps emit exactly the target's law: many seeds at once, greedy requests among them.
+"""Recorded steps draw from the target's distribution: many seeds at once, greedy ones among them.
 
 Every round puts the states back to where the prompts left them, gives each request another seed,
 and steps whoever lacks tokens, in another order and company each time, until three are out.
@@ -15,12 +15,13 @@ import torch
 from specattn.engine.engine import Engine, Request
 from specattn.speculative import verify
 from specattn.speculative.level import Level, StepPart
-from tests.speculative import laws
-from tests.speculative.laws import DEVICE, PROMPT, SETTINGS, TEMPERATURE, TOP_K
+from tests.distributions import p_value as p_value_of
+from tests.speculative import three_tokens
+from tests.speculative.three_tokens import DEVICE, PROMPT, SETTINGS, TEMPERATURE, TOP_K
 from tests.tiny import dense_greedy
 
 if TYPE_CHECKING:
-    from tests.processors import Law
+    from tests.distributions import Distribution
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,7 @@ GREEDY = 25
 
 @pytest.fixture(scope="module")
 def models():
-    return laws.make_models()
+    return three_tokens.make_models()
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +41,9 @@ def greedy(models) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def law(models, greedy) -> Law:
+def wanted(models, greedy) -> Distribution:
     """Of what follows the prompt and its greedy token."""
-    return laws.joint_law(models[0], [*PROMPT, greedy[0]])
+    return three_tokens.distribution(models[0], [*PROMPT, greedy[0]])
 
 
 class Rounds:
@@ -78,7 +79,7 @@ class Rounds:
         return found[GREEDY:], found[:GREEDY]
 
 
-def p_value(models, law, greedy, name, cudagraph="full") -> float:
+def p_value(models, wanted, greedy, name, cudagraph="full") -> float:
     config = SETTINGS[name]
     rounds = Rounds(models, config, cudagraph)
     drawn: list[tuple[int, ...]] = []
@@ -93,25 +94,25 @@ def p_value(models, law, greedy, name, cudagraph="full") -> float:
             assert runner.stats.replays[part] >= ROUNDS
         assert not runner.stats.eager
     assert len(drawn) == ROUNDS * (ROWS - GREEDY)
-    return laws.p_value(law, drawn)
+    return p_value_of(drawn, wanted)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_one_graph_keeps_the_joint_law(models, law, greedy, name):
-    assert p_value(models, law, greedy, name) > 1e-3
+def test_one_graph_keeps_the_joint_distribution(models, wanted, greedy, name):
+    assert p_value(models, wanted, greedy, name) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["tree", "rejection"])
-def test_three_graphs_keep_it_too(models, law, greedy, name):
-    assert p_value(models, law, greedy, name, "piecewise") > 1e-3
+def test_three_graphs_keep_it_too(models, wanted, greedy, name):
+    assert p_value(models, wanted, greedy, name, "piecewise") > 1e-3
 
 
-def test_one_coin_for_both_decisions_is_noticed(models, law, greedy, monkeypatch):
+def test_one_coin_for_both_decisions_is_noticed(models, wanted, greedy, monkeypatch):
     """The control, biased in the recorded graph."""
     monkeypatch.setattr(verify, "FINAL", verify.ACCEPT)
-    assert p_value(models, law, greedy, "tree") < 1e-9
+    assert p_value(models, wanted, greedy, "tree") < 1e-9
 
 
-def test_accepting_every_draft_is_noticed(models, law, greedy, monkeypatch):
-    laws.accept_every_draft(monkeypatch)
-    assert p_value(models, law, greedy, "rejection") < 1e-9
+def test_accepting_every_draft_is_noticed(models, wanted, greedy, monkeypatch):
+    three_tokens.accept_every_draft(monkeypatch)
+    assert p_value(models, wanted, greedy, "rejection") < 1e-9
