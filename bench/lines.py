@@ -14,8 +14,8 @@ from bench.suite.results import write
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
-from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
+from specattn.speculative.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -43,7 +43,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request, RequestOutput
 from specattn.models import HFTarget
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -17,7 +17,7 @@ from specattn.models.fused.projection import Projection
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
 
-    from specattn.speculative.block import BlockShape
+    from specattn.speculative.proposers.block import BlockShape
 
 
 class _Weights:

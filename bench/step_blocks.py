@@ -10,8 +10,8 @@ import torch
 from bench.random_models import random_dflash
 from bench.step_world import PLAIN, SHARPER, Setting, World, cached_bytes, matrix_bytes
 from specattn.cache.kv_pool import KVPool
-from specattn.speculative.block import BlockShape, BlockView
 from specattn.speculative.model import ModelSlot
+from specattn.speculative.proposers.block import BlockShape, BlockView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from specattn.batch import AcceptResult, DraftTree
     from specattn.config import SpecConfig
-    from specattn.speculative.sampling import SamplingBatch
+    from specattn.speculative.sampling.params import SamplingBatch
 
 
 @triton.jit

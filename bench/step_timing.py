@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bench.step_forced import Forced
-    from specattn.speculative.step_decoder import PendingStep, StepDecoder
+    from specattn.speculative.step.decoder import PendingStep, StepDecoder
 
 WARM = 3
 # numbers added up in a loop whose time tells what the host is capable of just then

@@ -17,11 +17,11 @@ from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
-from specattn.speculative.host_proposer import HostProposer, HostTree
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from specattn.speculative.step_decoder import StepDecoder
-from specattn.speculative.step_setup import StepSetup
+from specattn.speculative.proposers.host import HostProposer, HostTree
+from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
+from specattn.speculative.step.decoder import StepDecoder
+from specattn.speculative.step.setup import StepSetup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from specattn.models.fused.block import FusedModel
-    from specattn.speculative.host_proposer import HostRequest
     from specattn.speculative.model import DraftModel, TargetModel
+    from specattn.speculative.proposers.host import HostRequest
 
 DRAFT_VOCAB = 32000
 # logits of random weights have a spread of 1, which no tree of this size would go deep for

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from specattn.errors import SpecAttnError as SpecAttnError
     from specattn.integrations.transformers import generate as generate
     from specattn.speculative.model import ModelSlot as ModelSlot
-    from specattn.speculative.prefill import Prefill as Prefill
-    from specattn.speculative.prompt import Prompt as Prompt
-    from specattn.speculative.sampling import SamplingBatch as SamplingBatch
-    from specattn.speculative.sampling import SamplingParams as SamplingParams
+    from specattn.speculative.prompts.prefill import Prefill as Prefill
+    from specattn.speculative.prompts.prompt import Prompt as Prompt
+    from specattn.speculative.sampling.params import SamplingBatch as SamplingBatch
+    from specattn.speculative.sampling.params import SamplingParams as SamplingParams
     from specattn.speculative.states import RequestStates as RequestStates
-    from specattn.speculative.step_decoder import PendingStep as PendingStep
-    from specattn.speculative.step_decoder import StepDecoder as StepDecoder
-    from specattn.speculative.step_setup import StepSetup as StepSetup
+    from specattn.speculative.step.decoder import PendingStep as PendingStep
+    from specattn.speculative.step.decoder import StepDecoder as StepDecoder
+    from specattn.speculative.step.setup import StepSetup as StepSetup
 
 __version__ = "0.1.0"
 
@@ -46,19 +46,19 @@ _HOME_OF = {
     "GoodputPolicy": "engine.policy",
     "KVPool": "cache.kv_pool",
     "ModelSlot": "speculative.model",
-    "PendingStep": "speculative.step_decoder",
-    "Prefill": "speculative.prefill",
-    "Prompt": "speculative.prompt",
+    "PendingStep": "speculative.step.decoder",
+    "Prefill": "speculative.prompts.prefill",
+    "Prompt": "speculative.prompts.prompt",
     "Request": "engine.request",
     "RequestOutput": "engine.request",
     "RequestStates": "speculative.states",
-    "SamplingBatch": "speculative.sampling",
-    "SamplingParams": "speculative.sampling",
+    "SamplingBatch": "speculative.sampling.params",
+    "SamplingParams": "speculative.sampling.params",
     "SlotTable": "cache.slot_table",
     "SpecAttnError": "errors",
     "SpecConfig": "config",
-    "StepDecoder": "speculative.step_decoder",
-    "StepSetup": "speculative.step_setup",
+    "StepDecoder": "speculative.step.decoder",
+    "StepSetup": "speculative.step.setup",
     "available": "backends",
     "choose_backend": "backends",
     "generate": "integrations.transformers",

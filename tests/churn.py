@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from specattn.backends.triton import TritonTree
-from specattn.speculative.host_buffers import PendingStep
+from specattn.speculative.step.host_buffers import PendingStep
 
 if TYPE_CHECKING:
     import pytest
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specattn.engine.engine import Engine
     from specattn.engine.policy import Observed
     from specattn.engine.request import Request, RequestOutput
-    from specattn.kernels.attention.triton_plan import TreePlan
+    from specattn.kernels.attention.plan import TreePlan
 
 COUNTERS = (
     "allocation.all.allocated",

@@ -208,7 +208,7 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def plan_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Grids of the launches that fill attention plans, from here on."""
-    from specattn.kernels.attention import triton_plan as tree_plan
+    from specattn.kernels.attention import plan as tree_plan
 
     grids, kernel = [], tree_plan._plan_kernel
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from specattn.speculative.logits_processor import LogitsProcessor, StateField
+from specattn.speculative.sampling.logits_processor import LogitsProcessor, StateField
 
 
 class LastPenalty(LogitsProcessor):

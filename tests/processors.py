@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.distributions import Distribution, joint
 from tests.tiny import DenseAttend, known
 

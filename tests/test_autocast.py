@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import specattn
 from specattn import Engine, Request, SpecConfig
-from specattn.kernels.attention.plain import csr_attention
+from specattn.kernels.attention.reference import csr_attention
 from specattn.models import HFTarget, fuse, load_dflash, load_draft
 from specattn.models.hub import PAIR, PAIR_HEADS
 

@@ -7,7 +7,7 @@ import torch
 
 from specattn.batch import ForwardMode
 from specattn.config import AttnConfig, SpecConfig
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
 
 
 def test_widest_legal_tree_is_legal_and_one_more_is_not():

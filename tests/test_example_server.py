@@ -34,7 +34,7 @@ from specattn import (  # noqa: E402
     SpecConfig,
 )
 from specattn.models.hub import PAIR  # noqa: E402
-from specattn.speculative.host_buffers import TokenLogprobs  # noqa: E402
+from specattn.speculative.step.host_buffers import TokenLogprobs  # noqa: E402
 from tests.cli.command import PROMPT, loaded, plain_tokens, tokenizer  # noqa: E402
 
 FILE = Path(__file__).parent.parent / "docs" / "examples" / "openai_server.py"

@@ -12,7 +12,7 @@ from specattn.batch import AcceptResult, Candidates, DraftTree, ForwardMode
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.errors import NotCapturedError, TreeError
-from specattn.speculative.level import StepPart
+from specattn.speculative.step.level import StepPart
 from tests.filling import built_tree
 from tests.worlds import world
 

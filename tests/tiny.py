@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from specattn.config import AttnConfig
-from specattn.speculative.block import BlockShape, BlockView
 from specattn.speculative.model import DraftOutput, TargetOutput
+from specattn.speculative.proposers.block import BlockShape, BlockView
 
 VOCAB = 61
 FREQ = 0.3

@@ -10,19 +10,19 @@ import torch
 
 from specattn.batch import DraftTree, ForwardMode
 from specattn.config import SpecConfig
-from specattn.speculative.level import StepPart
-from specattn.speculative.step_decoder import StepDecoder
-from specattn.speculative.step_setup import StepSetup
-from specattn.speculative.verify import accept
+from specattn.speculative.step.decoder import StepDecoder
+from specattn.speculative.step.level import StepPart
+from specattn.speculative.step.setup import StepSetup
+from specattn.speculative.step.verify import accept
 from tests.tiny import TinyDraft, TinyTarget
 
 if TYPE_CHECKING:
     from specattn.buffers import BufferSet
     from specattn.cache.kv_pool import KVPool
     from specattn.cache.slot_table import SlotTable
-    from specattn.speculative.launch import StepLaunch
     from specattn.speculative.states import RequestStates
-    from specattn.speculative.step import Step
+    from specattn.speculative.step.launch import StepLaunch
+    from specattn.speculative.step.step import Step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ["torch_native", "triton"] if DEVICE.type == "cuda" else ["torch_native"]

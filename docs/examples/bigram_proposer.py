@@ -6,7 +6,7 @@ from specattn import Engine, Request, SpecConfig
 from specattn.batch import Candidates
 from specattn.models import HFTarget
 from specattn.models.hub import PAIR
-from specattn.speculative.proposer import BoundProposer, Proposer
+from specattn.speculative.proposers.proposer import BoundProposer, Proposer
 
 PROMPTS = ["The quick brown fox", "def main():"]
 

@@ -30,7 +30,7 @@ from specattn import AsyncEngine, Engine, Request, RequestOutput, SamplingParams
 from specattn.checks import flag, whole_number
 from specattn.errors import SpecAttnError
 from specattn.models import HFTarget
-from specattn.speculative.lookup import LookupProposer
+from specattn.speculative.proposers.lookup import LookupProposer
 
 try:
     from specattn.integrations.xgrammar import XGrammarCompiler

@@ -5,7 +5,7 @@ import torch
 from specattn import Engine, Request, SamplingParams, SpecConfig
 from specattn.models import HFTarget, load_draft
 from specattn.models.hub import PAIR
-from specattn.speculative.logits_processor import LogitsProcessor, StateField
+from specattn.speculative.sampling.logits_processor import LogitsProcessor, StateField
 
 PROMPTS = ["The quick brown fox", "def main():"]
 

@@ -8,7 +8,7 @@ import torch
 from specattn import Engine, Request, SpecConfig
 from specattn.models import HFTarget
 from specattn.models.hub import PAIR
-from specattn.speculative.host_proposer import HostProposer, HostTree
+from specattn.speculative.proposers.host import HostProposer, HostTree
 
 PROMPTS = ["The quick brown fox", "def main():"]
 

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from specattn.backends.base import BoundAttention, Capabilities, FunctionAttention, lists_refused
 from specattn.buffers import ReadOnly
-from specattn.kernels.attention.plain import gather
+from specattn.kernels.attention.reference import gather
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:

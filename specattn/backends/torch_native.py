@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from specattn.backends.base import BoundAttention, Capabilities, FunctionAttention
 from specattn.buffers import ReadOnly
 from specattn.config import FLOAT8
-from specattn.kernels.attention import plain
+from specattn.kernels.attention import reference
 from specattn.plan import AttnPlan, CsrPlan, Plan
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class TorchNativeBackend(ReadOnly):
         }
         if isinstance(plan, CsrPlan):
             options |= {"kv_indptr": plan.kv_indptr, "kv_indices": plan.kv_indices}
-            return FunctionAttention(plan, plain.csr_attention, options)
+            return FunctionAttention(plan, reference.csr_attention, options)
         options |= {
             "seq_lens": plan.seq_lens,
             "req_pool_indices": plan.req_pool_indices,
@@ -53,6 +53,6 @@ class TorchNativeBackend(ReadOnly):
                 "tail_positions": plan.tail_positions,
                 "tail_words": plan.tail_words,
             }
-            return FunctionAttention(plan, plain.tree_attention, options)
+            return FunctionAttention(plan, reference.tree_attention, options)
         options |= {"qo_indptr": plan.qo_indptr, "max_q_len": plan.max_q_len}
-        return FunctionAttention(plan, plain.extend_attention, options)
+        return FunctionAttention(plan, reference.extend_attention, options)

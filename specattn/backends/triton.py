@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.config import AttnConfig, KVScales
-    from specattn.kernels.attention.triton_plan import PlanRequest
+    from specattn.kernels.attention.plan import PlanRequest
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class TritonTree(TritonBound, JointFill):
     @staticmethod
     def fill_together(bounds: Sequence[TritonBound]) -> None:
         """Split the work of all ``bounds``, from the lengths on the device."""
-        from specattn.kernels.attention.triton_plan import fill_plans
+        from specattn.kernels.attention.plan import fill_plans
 
         fill_plans([bound.request for bound in bounds])
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from specattn.cli.running import run
 from specattn.config import SpecConfig
-from specattn.speculative.prefill import Prefill
-from specattn.speculative.prompt import Prompt
+from specattn.speculative.prompts.prefill import Prefill
+from specattn.speculative.prompts.prompt import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

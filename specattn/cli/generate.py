@@ -27,7 +27,7 @@ from specattn.cli.options import (
 from specattn.cli.prompts import read_prompts
 from specattn.cli.requests import biases, forbid, requests_for
 from specattn.engine.request import Request
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from specattn.cli.prompts import Prompts
@@ -101,7 +101,7 @@ class Generate(EngineCommand):
     def run(self) -> None:
         """Read the prompts, decode them, and report."""
         from specattn.cli.running import Setup
-        from specattn.speculative.drafts import draft_of
+        from specattn.speculative.proposers.drafts import draft_of
 
         found = read_prompts(
             self.prompt, self.prompts, chat=self.chat, system=self.system, samples=self.n

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from specattn.cli.loading import Models
-    from specattn.speculative.grammar import Grammar
+    from specattn.speculative.sampling.grammar import Grammar
 
 SCHEMA, REGEX = "--json-schema", "--regex"
 

@@ -43,7 +43,7 @@ class Inspect(ModelCommand):
         """Run the step, and print pictures of it."""
         from specattn import inspect as pictures
         from specattn.backends.fastest import considered
-        from specattn.speculative.drafts import draft_of
+        from specattn.speculative.proposers.drafts import draft_of
 
         found, kind = read_prompts(self.prompt, None), self.draft_kind
         no_head = self.target is not None and self.draft is None

@@ -24,8 +24,8 @@ from specattn.config import FLOAT8
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from specattn.speculative.drafts import Draft
     from specattn.speculative.model import TargetModel
+    from specattn.speculative.proposers.drafts import Draft
 
 #: What ``--dtype`` may be.
 DTYPES = "auto, float32 (fp32), float16 (fp16) or bfloat16 (bf16)"
@@ -127,7 +127,7 @@ def load_models(  # noqa: PLR0913 - a command's options
     _check_draft(target, draft, kind)
     with loading_bar():
         from specattn.models import HFTarget, fuse, load_dflash, load_draft, load_lm_draft
-        from specattn.speculative.lookup import LookupFirst, LookupProposer
+        from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
 
         found = HFTarget.from_pretrained(
             target or shipped("--target"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specattn.engine.prompts import run_prompts
 from specattn.errors import CapacityError
-from specattn.speculative.prefill import Prefill
+from specattn.speculative.prompts.prefill import Prefill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

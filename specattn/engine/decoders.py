@@ -6,19 +6,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specattn.config import SpecConfig
-from specattn.speculative.drafts import NoProposer
-from specattn.speculative.grammar import bitmask_of
-from specattn.speculative.level import Level
-from specattn.speculative.prefill import leave_nothing
-from specattn.speculative.processors import ProcessorStates
-from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.prompts.prefill import leave_nothing
+from specattn.speculative.proposers.drafts import NoProposer
+from specattn.speculative.sampling.grammar import bitmask_of
+from specattn.speculative.sampling.processors import ProcessorStates
+from specattn.speculative.step.decoder import StepDecoder
+from specattn.speculative.step.level import Level
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from specattn.engine.request import Request, RunningRequest
-    from specattn.speculative.logits_processor import LogitsProcessor
-    from specattn.speculative.step_setup import StepSetup
+    from specattn.speculative.sampling.logits_processor import LogitsProcessor
+    from specattn.speculative.step.setup import StepSetup
 
 
 class Decoders(dict[SpecConfig, StepDecoder]):

@@ -19,11 +19,11 @@ from specattn.engine.metrics import Totals
 from specattn.engine.ranks import agree, ranks_of
 from specattn.engine.request import Request, RequestOutput
 from specattn.engine.scheduler import Scheduler
-from specattn.speculative.drafts import draft_of
-from specattn.speculative.level import Level
-from specattn.speculative.logits_processor import as_processors
-from specattn.speculative.step_setup import StepSetup
-from specattn.speculative.validation import check_target_model
+from specattn.speculative.proposers.drafts import draft_of
+from specattn.speculative.sampling.logits_processor import as_processors
+from specattn.speculative.step.level import Level
+from specattn.speculative.step.setup import StepSetup
+from specattn.speculative.step.validation import check_target_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from specattn.engine.metrics import EngineMetrics
     from specattn.engine.policy import Policy
     from specattn.engine.request import RunningRequest
-    from specattn.speculative.drafts import Draft
-    from specattn.speculative.logits_processor import LogitsProcessor
     from specattn.speculative.model import ModelSlot, TargetModel
-    from specattn.speculative.step_decoder import StepDecoder
-    from specattn.speculative.step_setup import CudagraphMode, EngineKeywords, Scales
+    from specattn.speculative.proposers.drafts import Draft
+    from specattn.speculative.sampling.logits_processor import LogitsProcessor
+    from specattn.speculative.step.decoder import StepDecoder
+    from specattn.speculative.step.setup import CudagraphMode, EngineKeywords, Scales
 
 log = logging.getLogger(__name__)
 

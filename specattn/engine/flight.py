@@ -12,8 +12,8 @@ import torch
 
 from specattn.checks import listed
 from specattn.engine.ranks import decide
-from specattn.speculative.host_proposer import HostProposer
-from specattn.speculative.level import Level
+from specattn.speculative.proposers.host import HostProposer
+from specattn.speculative.step.level import Level
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from specattn.engine.metrics import Totals
     from specattn.engine.request import RequestOutput, RunningRequest
     from specattn.engine.scheduler import Groups, Scheduler
-    from specattn.speculative.host_buffers import PendingStep
-    from specattn.speculative.host_proposer import HostTree
+    from specattn.speculative.proposers.host import HostTree
+    from specattn.speculative.step.host_buffers import PendingStep
 
     Gain = tuple[RequestOutput, list[int]]
 

@@ -12,9 +12,9 @@ import torch
 from specattn.checks import listed
 from specattn.engine.ranks import agree, decide
 from specattn.engine.request import Request
-from specattn.speculative.grammar import LateEnds
-from specattn.speculative.logits_processor import check_names
-from specattn.speculative.processors import MAX_END_IDS
+from specattn.speculative.sampling.grammar import LateEnds
+from specattn.speculative.sampling.logits_processor import check_names
+from specattn.speculative.sampling.processors import MAX_END_IDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.speculative.grammar import open_bitmask
-from specattn.speculative.prompt import Prompt
-from specattn.speculative.sampling import SamplingBatch
+from specattn.speculative.prompts.prompt import Prompt
+from specattn.speculative.sampling.grammar import open_bitmask
+from specattn.speculative.sampling.params import SamplingBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.engine.request import RunningRequest
-    from specattn.speculative.host_buffers import LogprobBuffers
-    from specattn.speculative.prefill import Prefill
-    from specattn.speculative.processors import ProcessorStates
+    from specattn.speculative.prompts.prefill import Prefill
+    from specattn.speculative.sampling.processors import ProcessorStates
     from specattn.speculative.states import RequestStates
+    from specattn.speculative.step.host_buffers import LogprobBuffers
 
 
 def run_prompts(

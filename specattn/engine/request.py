@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from specattn.checks import flag, listed, whole_number
-from specattn.speculative.level import Level
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.step.level import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from specattn.engine.detokenizer import TextStream
-    from specattn.speculative.grammar import Grammar
-    from specattn.speculative.host_buffers import TokenLogprobs
+    from specattn.speculative.sampling.grammar import Grammar
+    from specattn.speculative.step.host_buffers import TokenLogprobs
 
 
 @dataclass(frozen=True)

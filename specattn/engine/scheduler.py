@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.engine.configs import SpeculativeConfigs
     from specattn.engine.request import Request
-    from specattn.speculative.host_buffers import TokenLogprobs
+    from specattn.speculative.step.host_buffers import TokenLogprobs
 
     Item = tuple[Request, RequestOutput]
     Groups = dict[SpecConfig, list[RunningRequest]]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from specattn.engine.metrics import EngineMetrics
     from specattn.engine.request import Request
-    from specattn.speculative.grammar import Grammar
+    from specattn.speculative.sampling.grammar import Grammar
 
 
 @dataclass(eq=False)

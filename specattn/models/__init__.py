@@ -8,7 +8,7 @@ from specattn.models.draft import load_dflash, load_draft, load_lm_draft
 from specattn.models.eagle import Eagle3Head, EagleHead
 from specattn.models.fused.target import FusedTarget, fuse
 from specattn.models.hf import HFTarget
-from specattn.speculative.standalone import LMDraft
+from specattn.speculative.proposers.standalone import LMDraft
 
 __all__ = [
     "DFlashHead",

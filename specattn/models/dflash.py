@@ -17,7 +17,7 @@ from specattn.autocast import without_autocast
 from specattn.kernels.fused import add_rms_norm
 from specattn.models.eagle import DraftHead
 from specattn.models.head_settings import named, read_windows
-from specattn.speculative.block import BlockShape, BlockView
+from specattn.speculative.proposers.block import BlockShape, BlockView
 
 if TYPE_CHECKING:
     from specattn.cache.kv_pool import KVPool

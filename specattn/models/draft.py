@@ -27,7 +27,7 @@ from specattn.models.vocabulary import (
     vocabulary,
 )
 from specattn.speculative.model import check_model
-from specattn.speculative.standalone import LMDraft
+from specattn.speculative.proposers.standalone import LMDraft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specattn.buffers import BufferSet, buf
 from specattn.checks import expect, instance
-from specattn.speculative.sampling import SamplingBatch
+from specattn.speculative.sampling.params import SamplingBatch
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
 from specattn.errors import TreeError
-from specattn.speculative.host_proposer import HostProposer, HostTree, checked_trees
+from specattn.speculative.proposers.host import HostProposer, HostTree, checked_trees
 from specattn.testing.oracle import ConformanceError, require
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ import torch
 from specattn.cache.memory import memory_for
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
-from specattn.speculative.host_proposer import HostProposer, HostTree
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.prefill import Prefill
-from specattn.speculative.prompt import Prompt
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.prompts.prefill import Prefill
+from specattn.speculative.prompts.prompt import Prompt
+from specattn.speculative.proposers.host import HostProposer, HostTree
+from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
 from specattn.speculative.states import RequestStates
-from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step.decoder import StepDecoder
 from specattn.testing.kit import Check
 from specattn.testing.oracle import require
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specattn.batch import DraftTree
-from specattn.speculative.logits_processor import NodeHistory, OwnProcessors
+from specattn.speculative.sampling.logits_processor import NodeHistory, OwnProcessors
 from specattn.testing.kit import Check
 from specattn.testing.no_reads import NoReads
 from specattn.testing.oracle import require
@@ -19,7 +19,7 @@ from specattn.trees import words_from_parents
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from specattn.speculative.logits_processor import LogitsProcessor
+    from specattn.speculative.sampling.logits_processor import LogitsProcessor
 
 #: Error that the order of sums may cause in float32.
 TOLERANCE = 2e-5

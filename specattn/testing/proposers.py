@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
-from specattn.speculative.host_proposer import HostProposer
-from specattn.speculative.step import Step
+from specattn.speculative.proposers.host import HostProposer
+from specattn.speculative.step.step import Step
 from specattn.testing.host_trees import DRAFTS, TREES, same_trees, whole_trees
 from specattn.testing.kit import Check
 from specattn.testing.no_reads import NoReads

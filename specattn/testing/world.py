@@ -10,10 +10,10 @@ import torch
 
 from specattn.errors import TreeError
 from specattn.speculative.model import for_context
-from specattn.speculative.prefill import Prefill
-from specattn.speculative.prompt import Prompt
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from specattn.speculative.validation import check_tree
+from specattn.speculative.prompts.prefill import Prefill
+from specattn.speculative.prompts.prompt import Prompt
+from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
+from specattn.speculative.step.validation import check_tree
 from specattn.testing.oracle import ConformanceError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult, DraftTree
     from specattn.engine.engine import Engine
     from specattn.speculative.model import Attend, ModelSlot, TargetModel, TargetOutput
-    from specattn.speculative.step import Step
+    from specattn.speculative.step.step import Step
 
 
 class Follower:

@@ -28,8 +28,8 @@ from specattn.engine.engine import Engine
 from specattn.engine.request import Request, RequestOutput
 from specattn.models import HFTarget, load_dflash, load_draft
 from specattn.models.hub import PAIR
-from specattn.speculative.block import bind_block
 from specattn.speculative.model import ModelSlot
+from specattn.speculative.proposers.block import bind_block
 from tests.models.conftest import DenseAttend
 
 SHAPE = {

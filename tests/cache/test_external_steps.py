@@ -23,8 +23,8 @@ from specattn.batch import ForwardMode
 from specattn.config import AttnConfig
 from specattn.errors import CaptureMismatch
 from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
-from specattn.speculative.prefill import Prefill
-from specattn.speculative.prompt import Prompt
+from specattn.speculative.prompts.prefill import Prefill
+from specattn.speculative.prompts.prompt import Prompt
 from tests.caches import LAYOUTS, MAKES, PAGE, Layout, layout_of, scattered
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE

@@ -13,7 +13,7 @@ from specattn.config import SpecConfig
 from specattn.engine.configs import SpeculativeConfigs, smaller_configs
 from specattn.engine.engine import Engine, Request
 from specattn.engine.policy import Acceptance, GoodputPolicy, Observed, expected_tokens, rough_cost
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.churn import Dice
 from tests.samples import half, sampled

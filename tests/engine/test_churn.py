@@ -9,9 +9,9 @@ import pytest
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request, RequestOutput
-from specattn.speculative.host_buffers import TokenLogprobs
-from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.step.host_buffers import TokenLogprobs
 from tests.churn import Churn, Dice, Texts, Watch
 from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget
 

@@ -9,7 +9,7 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.samples import sampled
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy

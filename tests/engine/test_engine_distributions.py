@@ -11,8 +11,9 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.kernels.sampling import DRAFT, target_probs
-from specattn.speculative import draft, verify
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.proposers import draft
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.step import verify
 from tests.speculative import three_tokens
 from tests.speculative.three_tokens import PROMPT, SETTINGS, TEMPERATURE, TOP_K
 

@@ -11,8 +11,8 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
-from specattn.speculative.host_buffers import InFlight, PendingStep
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.step.host_buffers import InFlight, PendingStep
 from tests.books import check_books
 from tests.tiny import dense_greedy
 

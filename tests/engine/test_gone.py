@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from specattn.speculative.host_buffers import InFlight
+from specattn.speculative.step.host_buffers import InFlight
 from tests.speculative.stepping import admitted, engine, hold_up
 from tests.worlds import DEVICE
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from specattn.engine.engine import Request
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.engine.test_processors import CONFIGS, COUNT, PROMPTS, engine
 from tests.grammars import Remainders, constrained_text

@@ -17,7 +17,7 @@ import specattn
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request, RequestOutput
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE

@@ -13,9 +13,9 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request, RequestOutput
 from specattn.kernels.logprobs import MAX_LOGPROBS
-from specattn.speculative.level import Level, StepPart
-from specattn.speculative.sampling import SamplingParams
-from specattn.speculative.step import Step
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.step.level import Level, StepPart
+from specattn.speculative.step.step import Step
 from tests.processors import GREEDY, dense_logits, drawn_from, processed
 from tests.tiny import VOCAB, TinyDraft, TinyTarget
 from tests.worlds import DEVICE

@@ -14,7 +14,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.engine.serving import AsyncEngine
 from specattn.errors import CapacityError
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 
 TREE = SpecConfig(3, 4, 9, 48, 3, page_size=2)
 SHARED = [7 * at % 61 for at in range(9)]

@@ -7,7 +7,7 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.samples import half, sampled
 from tests.speculative.test_host_plans import PlanningBackend

@@ -10,11 +10,15 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.level import Level
-from specattn.speculative.logits_processor import LogitsProcessor, OwnProcessors, StateField
-from specattn.speculative.lookup import LookupProposer
-from specattn.speculative.processors import ProcessorStates
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.proposers.lookup import LookupProposer
+from specattn.speculative.sampling.logits_processor import (
+    LogitsProcessor,
+    OwnProcessors,
+    StateField,
+)
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.sampling.processors import ProcessorStates
+from specattn.speculative.step.level import Level
 from tests import processors as built_in
 from tests.engine.test_processor_distributions import p_value
 from tests.own_processors import Budget, ForgetsThePath, LastPenalty, NoNgram, own, processed

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from specattn.engine.engine import Engine
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.grammars import Remainders, constrained_logits
 from tests.processors import dense_logits, no_path, processed
 from tests.processors import three_tokens as distribution_of

@@ -10,7 +10,7 @@ import pytest
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text, no_path
 from tests.samples import sampled, star

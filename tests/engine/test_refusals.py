@@ -11,7 +11,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.kernels.processors import check_bitmask
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.tiny import TinyTarget
 from tests.worlds import DEVICE
 

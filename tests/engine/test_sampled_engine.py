@@ -6,7 +6,7 @@ import pytest
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 

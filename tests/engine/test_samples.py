@@ -7,7 +7,7 @@ import pytest
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 
 CONTEXT, ROWS, N, NEW, PAGE = 64, 4, 3, 20, 4

@@ -10,7 +10,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.engine.serving import AsyncEngine
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
 from tests.tiny import dense_greedy
 from tests.worlds import DEVICE
 

@@ -17,7 +17,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.engine.serving import AsyncEngine
 from specattn.errors import CapacityError, UnsupportedError
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.engine.test_engine_failures import unharmed
 from tests.grammars import Remainders
 from tests.tiny import dense_greedy

@@ -10,7 +10,7 @@ import pytest
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.engine.serving import AsyncEngine
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.tiny import TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 

@@ -7,7 +7,7 @@ import pytest
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.churn import Dice
 from tests.samples import half, sampled, star

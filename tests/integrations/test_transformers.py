@@ -18,8 +18,8 @@ from specattn.integrations.transformers import release, serving
 from specattn.integrations.transformers.processors import PrefixGrammar
 from specattn.models import HFTarget, LMDraft, load_draft
 from specattn.models.hub import PAIR
-from specattn.speculative.logits_processor import LogitsProcessor
-from specattn.speculative.lookup import LookupProposer
+from specattn.speculative.proposers.lookup import LookupProposer
+from specattn.speculative.sampling.logits_processor import LogitsProcessor
 from tests.distributions import Distribution, joint, p_value
 from tests.models import heads
 from tests.models.conftest import TINY

@@ -14,7 +14,7 @@ from specattn import SpecConfig
 from specattn.errors import ModelError, UnsupportedError
 from specattn.integrations.transformers import release, serving
 from specattn.models import LMDraft
-from specattn.speculative.lookup import LookupFirst, LookupProposer
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
 from tests.integrations.test_transformers import (
     NEW,
     Fails,

@@ -26,8 +26,8 @@ from specattn.integrations.transformers.settings import (
     refuse,
     sampling_of,
 )
-from specattn.speculative.lookup import LookupProposer
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.proposers.lookup import LookupProposer
+from specattn.speculative.sampling.params import SamplingParams
 from tests.integrations.test_transformers import NEW, NoTwice, build, ours, prompts
 
 CALL = {"assistant_model": None, "synced_gpus": None, "kwargs": {}}

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import ModelError
 from specattn.models import HFTarget, load_dflash
-from specattn.speculative.block import BlockView, bind_block
 from specattn.speculative.model import ModelSlot
+from specattn.speculative.proposers.block import BlockView, bind_block
 from tests.implementations import using
 from tests.models.heads import HT, VD, T, V, layer_tensors, norm, rand
 from tests.models.papers import mlp, rms, rotate, under

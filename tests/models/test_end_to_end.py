@@ -11,8 +11,8 @@ from specattn.engine.engine import Engine, Request
 from specattn.errors import ModelError
 from specattn.models import HFTarget, load_draft
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.step_decoder import StepDecoder
-from specattn.speculative.step_setup import StepSetup
+from specattn.speculative.step.decoder import StepDecoder
+from specattn.speculative.step.setup import StepSetup
 from tests.models.heads import VD, eagle3_tensors, eagle_tensors, write
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 61], [23], [7, 7, 80, 12, 55, 31, 2, 64, 19, 28, 77]]

@@ -10,9 +10,9 @@ import torch
 
 from specattn.engine.engine import Engine
 from specattn.models import load_draft
-from specattn.speculative.draft import choose_tokens
-from specattn.speculative.sampling import SamplingBatch
-from specattn.speculative.verify import over_target_vocabulary
+from specattn.speculative.proposers.draft import choose_tokens
+from specattn.speculative.sampling.params import SamplingBatch
+from specattn.speculative.step.verify import over_target_vocabulary
 from tests.distributions import p_value
 from tests.models.heads import VD, V, eagle3_tensors, write
 from tests.speculative import three_tokens

@@ -21,8 +21,8 @@ from specattn.models import (
     load_draft,
 )
 from specattn.plan import AttnInputs, AttnPlan
-from specattn.speculative.block import bind_block
 from specattn.speculative.model import ModelSlot
+from specattn.speculative.proposers.block import bind_block
 from tests.implementations import using
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from specattn import AsyncEngine, Engine, SpecConfig  # noqa: E402
 from specattn.cli import loading  # noqa: E402
 from specattn.models import HFTarget, fuse  # noqa: E402
-from specattn.speculative.lookup import LookupProposer  # noqa: E402
+from specattn.speculative.proposers.lookup import LookupProposer  # noqa: E402
 from tests.cli.command import generate, loaded  # noqa: E402
 from tests.test_example_server import EXAMPLE, running  # noqa: E402
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specattn.speculative.host_proposer import HostProposer, HostTree
+from specattn.speculative.proposers.host import HostProposer, HostTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -24,8 +24,8 @@ from specattn.config import AttnConfig, SpecConfig
 from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
 from specattn.plan import AttnPlan
-from specattn.speculative.level import Level
-from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step.decoder import StepDecoder
+from specattn.speculative.step.level import Level
 from tests.backends import fake_flashinfer as fake
 from tests.books import check_books
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy

@@ -15,8 +15,8 @@ import torch
 from specattn.batch import DraftTree
 from specattn.config import SpecConfig
 from specattn.kernels.sampling import ACCEPT, DRAFT, FINAL, draw_tokens, uniform
-from specattn.speculative.sampling import SamplingBatch
-from specattn.speculative.verify import accept
+from specattn.speculative.sampling.params import SamplingBatch
+from specattn.speculative.step.verify import accept
 from tests.distributions import pearson
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

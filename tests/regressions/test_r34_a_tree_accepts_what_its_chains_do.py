@@ -16,8 +16,8 @@ import torch
 
 from specattn.batch import DraftTree
 from specattn.config import SpecConfig
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from specattn.speculative.verify import accept
+from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
+from specattn.speculative.step.verify import accept
 from specattn.trees import links_from_parents, words_from_parents
 from tests.kernels.tree_oracle import DEVICE, random_tree
 

@@ -15,7 +15,7 @@ import pytest
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.processors import greedy_text
 from tests.regressions.known import Known
 from tests.tiny import TinyDraft, TinyTarget

@@ -13,7 +13,7 @@ import pytest
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.lookup import LookupFirst, LookupProposer
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
 from tests.books import check_books
 from tests.speculative.blocks import poison
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy

@@ -17,8 +17,8 @@ import pytest
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.lookup import LookupProposer
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.proposers.lookup import LookupProposer
+from specattn.speculative.sampling.params import SamplingParams
 from tests.processors import dense_logits, drawn_from, greedy_text
 from tests.regressions.known import Known
 from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget, dense_greedy

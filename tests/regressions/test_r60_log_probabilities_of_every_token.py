@@ -15,7 +15,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.engine.serving import AsyncEngine
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.processors import processed
 from tests.regressions.known import Known
 from tests.tiny import DenseAttend, TinyDraft, TinyTarget, dense_greedy

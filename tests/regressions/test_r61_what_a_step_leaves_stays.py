@@ -18,7 +18,7 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.tiny import DenseAttend, TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE
 

@@ -16,9 +16,9 @@ from specattn.batch import DraftTree
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.kernels.sampling import DRAFT, uniform
-from specattn.speculative.draft import choose_tokens
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from specattn.speculative.verify import accept
+from specattn.speculative.proposers.draft import choose_tokens
+from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
+from specattn.speculative.step.verify import accept
 from tests.distributions import pearson
 from tests.processors import drawn_from
 from tests.tiny import TinyDraft, TinyTarget

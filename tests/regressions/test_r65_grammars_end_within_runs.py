@@ -17,7 +17,7 @@ import torch
 from specattn import Engine, Request, SamplingParams, SpecConfig
 from specattn.models import HFTarget, load_dflash, load_draft
 from specattn.models.hub import PAIR, PAIR_HEADS
-from specattn.speculative.lookup import LookupProposer
+from specattn.speculative.proposers.lookup import LookupProposer
 from tests.regressions.known import Known
 from tests.regressions.masks import leave
 from tests.tiny import TinyDraft, TinyTarget

@@ -17,8 +17,8 @@ from torch import nn
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.host_proposer import HostTree
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.proposers.host import HostTree
+from specattn.speculative.sampling.params import SamplingParams
 from tests.processors import dense_logits
 from tests.regressions.known import Known
 from tests.regressions.masks import leave

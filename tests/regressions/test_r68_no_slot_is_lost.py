@@ -15,7 +15,7 @@ from contextlib import suppress
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.samples import sampled, star
 from tests.tiny import TinyDraft, TinyTarget

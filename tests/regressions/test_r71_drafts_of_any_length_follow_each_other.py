@@ -17,9 +17,9 @@ import pytest
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.host_proposer import HostTree
-from specattn.speculative.lookup import LookupProposer
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.proposers.host import HostTree
+from specattn.speculative.proposers.lookup import LookupProposer
+from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.grammars import Remainders, constrained_text
 from tests.regressions.known import Known

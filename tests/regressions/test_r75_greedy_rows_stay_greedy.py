@@ -16,7 +16,7 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.model import TargetOutput
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.tiny import DenseAttend, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 

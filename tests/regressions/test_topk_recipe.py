@@ -18,7 +18,7 @@ import torch
 from specattn.batch import AcceptResult, Candidates
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step.decoder import StepDecoder
 from specattn.trees import validate_tree
 from tests.books import check_books
 from tests.samples import half, sampled
@@ -26,7 +26,7 @@ from tests.tiny import VOCAB, DenseAttend, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
 
 if TYPE_CHECKING:
-    from specattn.speculative.step import Step
+    from specattn.speculative.step.step import Step
 
 PROMPTS = [[3, 14, 15, 9, 26, 5], [35], list(range(1, 18))]
 STYLES = ["cross", "collapse", "ties"]

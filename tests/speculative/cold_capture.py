@@ -28,8 +28,8 @@ from specattn.backends import triton as triton_backend
 from specattn.config import SpecConfig
 from specattn.cuda_graph import GraphRunner
 from specattn.kernels.attention.tiles import DeviceLimits
-from specattn.speculative.step_decoder import StepDecoder
-from specattn.speculative.step_setup import StepSetup
+from specattn.speculative.step.decoder import StepDecoder
+from specattn.speculative.step.setup import StepSetup
 from tests.tiny import TinyDraft, TinyTarget
 
 CPU = torch.device("cpu")

@@ -8,12 +8,12 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
 if TYPE_CHECKING:
-    from specattn.speculative.step_decoder import StepDecoder
+    from specattn.speculative.step.decoder import StepDecoder
 
 PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9], [32, 38, 4], [6]]
 SETTINGS = {"plain": (0, 1, 1), "chain": (3, 1, 4), "tree": (3, 4, 9)}

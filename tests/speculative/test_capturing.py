@@ -9,7 +9,7 @@ import torch
 
 from specattn.cuda_graph import GraphRunner
 from specattn.errors import CaptureError
-from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step.decoder import StepDecoder
 from tests.speculative.stepping import admitted, engine
 from tests.worlds import BACKENDS, DEVICE
 

@@ -11,9 +11,10 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.kernels.tree import best_first_tree
-from specattn.speculative import draft, verify
-from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.proposers import draft
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.step import verify
 from tests.samples import sampled, star
 from tests.speculative import three_tokens
 from tests.speculative.blocks import PROMPTS, SIZE, decode, engine, p_value
@@ -162,7 +163,7 @@ def test_one_launch_builds_the_tree_of_a_block(monkeypatch):
         return best_first_tree(*arguments, **named)
 
     monkeypatch.setattr(TinyBlockDraft, "forward_block", counted)
-    monkeypatch.setattr("specattn.speculative.step.best_first_tree", built)
+    monkeypatch.setattr("specattn.speculative.step.step.best_first_tree", built)
     run = engine(TREES["best first"], draft, graphs=False)
     run.add([Request(PROMPTS[0], 30)])
     calls.update(forward=0, tree=0)

@@ -8,7 +8,7 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.level import Level
+from specattn.speculative.step.level import Level
 from tests.samples import half, sampled, star
 from tests.tiny import DenseAttend, TinyDraft, TinyTarget
 

@@ -11,7 +11,7 @@ from specattn.backends import BoundAttention
 from specattn.backends.torch_native import TorchNativeBackend
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

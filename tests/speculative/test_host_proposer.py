@@ -11,9 +11,9 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import TreeError
-from specattn.speculative.host_proposer import HostProposer, HostTree
-from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.proposers.host import HostProposer, HostTree
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
+from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text

@@ -9,7 +9,7 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.host_buffers import InFlight
+from specattn.speculative.step.host_buffers import InFlight
 from tests.books import check_books
 from tests.speculative.stepping import PROMPTS, admitted, engine, hold_up, told_of_itself
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy

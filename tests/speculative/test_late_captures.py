@@ -12,11 +12,11 @@ from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
 from specattn.engine.flight import Flight
 from specattn.errors import CaptureError
-from specattn.speculative import step_decoder
-from specattn.speculative.host_proposer import HostProposer, HostTree
-from specattn.speculative.launch import StepMemory
-from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.proposers.host import HostProposer, HostTree
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.step import decoder as step_decoder
+from specattn.speculative.step.launch import StepMemory
 from tests.books import check_books
 from tests.samples import half, sampled
 from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget, dense_greedy

@@ -10,12 +10,12 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative import lookup
-from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.sampling import SamplingParams
-from specattn.speculative.standalone import LMDraft
+from specattn.speculative.proposers import lookup
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
+from specattn.speculative.proposers.standalone import LMDraft
+from specattn.speculative.sampling.params import SamplingParams
 from specattn.speculative.states import StateField
-from specattn.speculative.step import Step
+from specattn.speculative.step.step import Step
 from tests.books import check_books
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text

@@ -11,10 +11,10 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
 from specattn.errors import CaptureMismatch
-from specattn.speculative import step_setup
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.states import RequestStates
-from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step import setup as step_setup
+from specattn.speculative.step.decoder import StepDecoder
 from tests.memories import Sums, slot_of
 from tests.tiny import TinyTarget
 

@@ -10,8 +10,8 @@ import torch
 from specattn.batch import ForwardMode
 from specattn.cuda_graph import GraphRunner
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.sampling import SamplingParams
-from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.step.decoder import StepDecoder
 from tests.books import check_books
 from tests.speculative.stepping import PROMPTS, admitted, engine, told_of_itself
 from tests.speculative.test_host_plans import PlanningBackend

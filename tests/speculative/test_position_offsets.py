@@ -15,13 +15,13 @@ from specattn import (
     StepDecoder,
     StepSetup,
 )
-from specattn.speculative.drafts import draft_of
-from specattn.speculative.level import Level
-from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.prefill import Prefill
-from specattn.speculative.prompt import Prompt
-from specattn.speculative.standalone import LMDraft
-from specattn.speculative.verify import accept
+from specattn.speculative.prompts.prefill import Prefill
+from specattn.speculative.prompts.prompt import Prompt
+from specattn.speculative.proposers.drafts import draft_of
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
+from specattn.speculative.proposers.standalone import LMDraft
+from specattn.speculative.step.level import Level
+from specattn.speculative.step.verify import accept
 from tests.samples import half, sampled
 from tests.tiny import VOCAB, DenseAttend, TinyBlockDraft, TinyDraft, TinyTarget
 from tests.worlds import DEVICE

@@ -12,15 +12,15 @@ from specattn.cache.kv_pool import KVPool
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.level import Level
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.prefill import Prefill
-from specattn.speculative.prompt import Prompt
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from specattn.speculative.standalone import LMDraft
+from specattn.speculative.prompts.prefill import Prefill
+from specattn.speculative.prompts.prompt import Prompt
+from specattn.speculative.proposers.standalone import LMDraft
+from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
 from specattn.speculative.states import RequestStates
-from specattn.speculative.step_decoder import StepDecoder
-from specattn.speculative.step_setup import StepSetup
+from specattn.speculative.step.decoder import StepDecoder
+from specattn.speculative.step.level import Level
+from specattn.speculative.step.setup import StepSetup
 from tests.tiny import VOCAB, TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 

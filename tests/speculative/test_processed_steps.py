@@ -7,10 +7,10 @@ import torch
 
 from specattn.engine.engine import Request
 from specattn.errors import NotCapturedError
-from specattn.speculative.grammar import fill_bitmasks
-from specattn.speculative.level import Level
-from specattn.speculative.processors import ProcessorStates
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.grammar import fill_bitmasks
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.sampling.processors import ProcessorStates
+from specattn.speculative.step.level import Level
 from tests.grammars import Remainders, constrained_text
 from tests.own_processors import NoNgram
 from tests.processors import GREEDY, greedy_text

@@ -17,12 +17,12 @@ from bench.tools.compile_targets import HOPPER, Launch, Notes
 from specattn.attention import Attention
 from specattn.backends import triton as triton_backend
 from specattn.config import AttnConfig, SpecConfig
-from specattn.speculative.lookup import LookupProposer
-from specattn.speculative.prefill import Prefill
-from specattn.speculative.prompt import Prompt
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from specattn.speculative.standalone import LMDraft
-from specattn.speculative.step_setup import StepSetup
+from specattn.speculative.prompts.prefill import Prefill
+from specattn.speculative.prompts.prompt import Prompt
+from specattn.speculative.proposers.lookup import LookupProposer
+from specattn.speculative.proposers.standalone import LMDraft
+from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
+from specattn.speculative.step.setup import StepSetup
 from tests.tiny import TinyTarget
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from specattn.engine.request import Request
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 
 
 @pytest.mark.parametrize("asked", [{"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)

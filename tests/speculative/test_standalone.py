@@ -9,12 +9,12 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.prefill import Prefill
-from specattn.speculative.prompt import Prompt
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
-from specattn.speculative.standalone import LMDraft
-from specattn.speculative.step_decoder import StepDecoder
-from specattn.speculative.step_setup import StepSetup
+from specattn.speculative.prompts.prefill import Prefill
+from specattn.speculative.prompts.prompt import Prompt
+from specattn.speculative.proposers.standalone import LMDraft
+from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
+from specattn.speculative.step.decoder import StepDecoder
+from specattn.speculative.step.setup import StepSetup
 from tests.books import check_books
 from tests.samples import sampled, star
 from tests.speculative import three_tokens

@@ -15,9 +15,9 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.sampling import SamplingParams
-from specattn.speculative.standalone import LMDraft
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
+from specattn.speculative.proposers.standalone import LMDraft
+from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.churn import COUNTERS, Churn, Dice, Groups, Texts, Watch
 from tests.processors import GREEDY, greedy_text

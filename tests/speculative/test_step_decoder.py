@@ -13,11 +13,11 @@ from specattn.cache.external import ExternalTable
 from specattn.cache.kv_pool import KVPool
 from specattn.engine.engine import Request
 from specattn.errors import CaptureMismatch, NotCapturedError
-from specattn.speculative.eagle import EagleProposer
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.proposers.eagle import EagleProposer
+from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
 from specattn.speculative.states import RequestStates
-from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.step.decoder import StepDecoder
 from tests.speculative.stepping import DRAWN, PROMPTS, SETTINGS, admitted, engine
 from tests.tiny import dense_greedy
 from tests.worlds import BACKENDS, DEVICE

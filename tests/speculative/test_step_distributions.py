@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from specattn.engine.engine import Engine, Request
-from specattn.speculative import verify
-from specattn.speculative.level import Level, StepPart
+from specattn.speculative.step import verify
+from specattn.speculative.step.level import Level, StepPart
 from tests.distributions import p_value as p_value_of
 from tests.speculative import three_tokens
 from tests.speculative.three_tokens import DEVICE, PROMPT, SETTINGS, TEMPERATURE, TOP_K

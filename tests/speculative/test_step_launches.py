@@ -10,7 +10,7 @@ from specattn.batch import ForwardMode
 from specattn.config import SpecConfig
 from specattn.cuda_graph import memset_nodes
 from specattn.engine.engine import Engine
-from specattn.speculative.lookup import LookupProposer
+from specattn.speculative.proposers.lookup import LookupProposer
 
 pytestmark = pytest.mark.gpu
 

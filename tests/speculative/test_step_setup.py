@@ -21,9 +21,9 @@ from specattn import (
     StepSetup,
 )
 from specattn.errors import NotCapturedError
-from specattn.speculative.level import Level
-from specattn.speculative.lookup import LookupProposer
-from specattn.speculative.processors import ProcessorStates
+from specattn.speculative.proposers.lookup import LookupProposer
+from specattn.speculative.sampling.processors import ProcessorStates
+from specattn.speculative.step.level import Level
 from tests.grammars import Remainders
 from tests.processors import dense_logits
 from tests.speculative.stepping import PROMPTS, SETTINGS, admitted, engine

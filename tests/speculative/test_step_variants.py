@@ -13,10 +13,10 @@ from bench.random_models import random_eagle3, random_target
 from bench.tools.compile_targets import HOPPER, Notes
 from specattn.backends import triton as triton_backend
 from specattn.config import SpecConfig
-from specattn.speculative.level import Level
-from specattn.speculative.processors import ProcessorStates
-from specattn.speculative.step_decoder import StepDecoder
-from specattn.speculative.step_setup import StepSetup
+from specattn.speculative.sampling.processors import ProcessorStates
+from specattn.speculative.step.decoder import StepDecoder
+from specattn.speculative.step.level import Level
+from specattn.speculative.step.setup import StepSetup
 from tests.speculative.test_prompt_variants import variant
 
 if TYPE_CHECKING:

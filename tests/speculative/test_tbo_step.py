@@ -16,8 +16,8 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CaptureError, CaptureMismatch
 from specattn.plan import AttnInputs, AttnPlan
-from specattn.speculative.sampling import SamplingParams
-from specattn.speculative.step_decoder import StepDecoder
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.step.decoder import StepDecoder
 from tests.backends.spies import spy
 from tests.books import check_books
 from tests.cuda_graph.test_capture_failures import FAULTS, Breaking

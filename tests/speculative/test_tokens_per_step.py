@@ -10,8 +10,8 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.standalone import LMDraft
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
+from specattn.speculative.proposers.standalone import LMDraft
 from tests.kernels.lookup.test_lookup import brute_force
 from tests.speculative.test_draft_paths import dense_features
 from tests.tiny import (

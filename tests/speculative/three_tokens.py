@@ -11,8 +11,8 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
-from specattn.speculative import verify
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.step import verify
 from tests import processors
 from tests.distributions import Distribution, p_value
 from tests.tiny import TinyDraft, TinyTarget

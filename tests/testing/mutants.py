@@ -15,11 +15,11 @@ from specattn.batch import Linked
 from specattn.config import KVScales
 from specattn.errors import UnsupportedError
 from specattn.plan import AttnPlan, CsrPlan, ExtendPlan
-from specattn.speculative.dflash import DFlashProposer
-from specattn.speculative.host_proposer import HostProposer, HostTree
-from specattn.speculative.lookup import LookupProposer
-from specattn.speculative.proposer import BoundProposer, Proposer
-from specattn.speculative.standalone import LMDraft, StandaloneProposer
+from specattn.speculative.proposers.dflash import DFlashProposer
+from specattn.speculative.proposers.host import HostProposer, HostTree
+from specattn.speculative.proposers.lookup import LookupProposer
+from specattn.speculative.proposers.proposer import BoundProposer, Proposer
+from specattn.speculative.proposers.standalone import LMDraft, StandaloneProposer
 
 
 class Bound(BoundAttention):

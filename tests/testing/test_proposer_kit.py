@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from specattn.config import SpecConfig
-from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.standalone import LMDraft
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
+from specattn.speculative.proposers.standalone import LMDraft
 from specattn.testing import ConformanceError, proposer_conformance, proposers
 from specattn.testing.proposers import CONFIGS
 from specattn.testing.world import accept

@@ -12,8 +12,8 @@ from specattn import (
     Request,
     SpecConfig,
 )
-from specattn.speculative.step_decoder import StepDecoder
-from specattn.speculative.step_setup import StepArguments, StepKeywords, StepOptions
+from specattn.speculative.step.decoder import StepDecoder
+from specattn.speculative.step.setup import StepArguments, StepKeywords, StepOptions
 from tests.tiny import TinyDraft, TinyTarget
 from tests.validation.steps import Failing, i32, ints, same
 from tests.worlds import DEVICE

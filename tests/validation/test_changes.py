@@ -9,7 +9,7 @@ import pytest
 from specattn.batch import ForwardMode
 from specattn.cuda_graph.runner import _addresses
 from specattn.errors import CaptureMismatch, NotCapturedError
-from specattn.speculative.level import Level, StepPart
+from specattn.speculative.step.level import Level, StepPart
 from tests.validation.steps import Failing, same, step_of
 from tests.worlds import put
 

@@ -26,10 +26,10 @@ from specattn import (
 )
 from specattn.batch import Candidates, Linked, Marginals
 from specattn.models import fuse
-from specattn.speculative.host_proposer import HostProposer, HostTree
-from specattn.speculative.logits_processor import LogitsProcessor
-from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.proposer import BoundProposer, Proposer
+from specattn.speculative.proposers.host import HostProposer, HostTree
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
+from specattn.speculative.proposers.proposer import BoundProposer, Proposer
+from specattn.speculative.sampling.logits_processor import LogitsProcessor
 from specattn.speculative.states import StateField
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE

@@ -23,7 +23,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request
 from specattn.models import HFTarget, fuse
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 
 from .prompts import Prompts, held_out, runs
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specattn.integrations.sglang.requests import asked, end_ids, is_processed, params_of
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from specattn.speculative.processors import ProcessorStates
-    from specattn.speculative.step_decoder import PendingStep
+    from specattn.speculative.sampling.processors import ProcessorStates
+    from specattn.speculative.step.decoder import PendingStep
 
 
 class Processed:

@@ -10,8 +10,8 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from specattn.integrations.sglang.names import ALGORITHM
-from specattn.speculative.processors import MAX_END_IDS
-from specattn.speculative.sampling import SamplingBatch, SamplingParams
+from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
+from specattn.speculative.sampling.processors import MAX_END_IDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

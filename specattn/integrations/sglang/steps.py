@@ -39,19 +39,19 @@ from specattn.integrations.sglang.processed import (
     write_logprobs,
 )
 from specattn.integrations.sglang.requests import PROCESSED_VARIABLE, asked
-from specattn.speculative.level import Level
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.processors import ProcessorStates
-from specattn.speculative.step_decoder import StepDecoder
-from specattn.speculative.step_setup import StepSetup
-from specattn.speculative.verify import accept
+from specattn.speculative.sampling.processors import ProcessorStates
+from specattn.speculative.step.decoder import StepDecoder
+from specattn.speculative.step.level import Level
+from specattn.speculative.step.setup import StepSetup
+from specattn.speculative.step.verify import accept
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from specattn.integrations.sglang.algorithm import Tree
-    from specattn.speculative.sampling import SamplingBatch
-    from specattn.speculative.step_decoder import PendingStep
+    from specattn.speculative.sampling.params import SamplingBatch
+    from specattn.speculative.step.decoder import PendingStep
 
 log = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from specattn.integrations.sglang.algorithm import larger_trees
 from specattn.integrations.sglang.requests import refuse, sampling_of, shorten, their_first
 from specattn.integrations.sglang.steps import Steps
-from specattn.speculative.prefill import first_tokens
+from specattn.speculative.prompts.prefill import first_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from specattn.speculative.processors import ProcessorStates
-    from specattn.speculative.sampling import SamplingBatch
+    from specattn.speculative.sampling.params import SamplingBatch
+    from specattn.speculative.sampling.processors import ProcessorStates
 
 
 class Relay(EagleDraftInput):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.engine.engine import Engine
     from specattn.engine.request import RequestOutput
-    from specattn.speculative.sampling import SamplingParams
+    from specattn.speculative.sampling.params import SamplingParams
 
 __all__ = ["generate", "release"]
 
@@ -76,7 +76,7 @@ def generate(  # noqa: PLR0913 - as its docstring says
         As in transformers. Of the processors, temperature, top-k, top-p, min-p,
         the repetition penalty, bad words, ``min_length``, ``min_new_tokens``, n-grams that do not
         repeat, suppressed tokens, biases of sequences and allowed prefixes are served; and those
-        of this library, instances of `specattn.speculative.logits_processor.LogitsProcessor`.
+        of this library, instances of `specattn.speculative.sampling.LogitsProcessor`.
     draft : str, Path, loaded head or ProposerFactory, optional
         An EAGLE head: its folder or Hub id, ``"shipped"`` for that of the shipped pair, or one that
         `load_draft` has loaded; a whole model (`LMDraft`), or what else proposes tokens. Without

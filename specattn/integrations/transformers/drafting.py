@@ -20,8 +20,8 @@ from specattn.models import DFlashHead, Eagle3Head, EagleHead, HFTarget, load_dr
 from specattn.models.draft import lm_draft
 from specattn.models.hub import PAIR
 from specattn.models.probe import probe_layers
-from specattn.speculative.lookup import LookupFirst, LookupProposer
-from specattn.speculative.proposer import ProposerFactory
+from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
+from specattn.speculative.proposers.proposer import ProposerFactory
 
 if TYPE_CHECKING:
     import torch

@@ -16,13 +16,13 @@ from transformers.generation import (
     SuppressTokensLogitsProcessor,
 )
 
-from specattn.speculative.logits_processor import LogitsProcessor, NodeHistory, StateField
-from specattn.speculative.processors import token_bitmask
+from specattn.speculative.sampling.logits_processor import LogitsProcessor, NodeHistory, StateField
+from specattn.speculative.sampling.processors import token_bitmask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from specattn.speculative.grammar import Grammar
+    from specattn.speculative.sampling.grammar import Grammar
 
     Allowed = Callable[[int, Tensor], Collection[int]]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.integrations.transformers.drafting import Drafting
     from specattn.models import HFTarget
-    from specattn.speculative.logits_processor import LogitsProcessor
+    from specattn.speculative.sampling.logits_processor import LogitsProcessor
 
 # The last settings of a model for which pools and graphs are kept.
 _ENGINES_PER_MODEL = 2

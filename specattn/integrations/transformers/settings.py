@@ -28,8 +28,8 @@ from transformers.generation import (
 )
 
 from specattn.errors import UnsupportedError
-from specattn.speculative.logits_processor import LogitsProcessor
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.logits_processor import LogitsProcessor
+from specattn.speculative.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

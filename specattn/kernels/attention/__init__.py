@@ -1,7 +1,7 @@
 """Attend trees, index lists and prompts to paged keys; merge results.
 
 `TreeAttention` holds what a bucket needs between steps, so it is an object; `extend_attention` and
-`merge_lse` are functions. `plain` attends in torch, on any device, as a backend of its own.
+`merge_lse` are functions. `reference` attends in torch, on any device, as a backend of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from specattn.checks import require_rows, require_shape
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.attention.tiles import FLOAT8, TileConfig, logit_factors
-from specattn.kernels.attention.tree import (
+from specattn.kernels.attention.tree_attention import (
     DeterministicSplits,
     Operands,
     Prompts,
@@ -24,12 +24,12 @@ from specattn.kernels.attention.tree import (
 )
 from specattn.kernels.launch import cdiv, power_of_2
 
-merge = TritonModule("specattn.kernels.attention.triton_merge")
+merge = TritonModule("specattn.kernels.attention.merges")
 
 if TYPE_CHECKING:
-    from specattn.kernels.attention import triton as launch
+    from specattn.kernels.attention import launches as launch
 else:
-    launch = TritonModule("specattn.kernels.attention.triton")
+    launch = TritonModule("specattn.kernels.attention.launches")
 
 __all__ = ["DeterministicSplits", "TreeAttention", "check_sinks", "extend_attention", "merge_lse"]
 

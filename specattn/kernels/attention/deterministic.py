@@ -1,8 +1,8 @@
 """Launches of tree attention with results independent of batch, bucket and mode.
 
-The kernels are those of `triton`, with one order of summation: a request is cut at multiples of a
+The kernels are those of `launches`, with one order of summation: a request is cut at multiples of a
 split size, its tiles count from position 0, and a query token's last tiles are its own (its path,
-see `triton_paths`). So the bits of a row are those of the same text in any batch, and a tree's node
+see `paths`). So the bits of a row are those of the same text in any batch, and a tree's node
 has the bits of plain decoding at the end of its path. It costs one step per query token in place
 of one for all of them, at the end of each request, and tiles of one shape for all widths.
 
@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specattn.kernels.attention.launches import TreeKernels
+from specattn.kernels.attention.paths import path_kernel
 from specattn.kernels.attention.tiles import (
     DeviceLimits,
     MergeTile,
     TileConfig,
     deterministic_tile_config,
 )
-from specattn.kernels.attention.triton import TreeKernels
-from specattn.kernels.attention.triton_paths import path_kernel
 from specattn.kernels.launch import cdiv, power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specattn.kernels.attention.tree import DeterministicSplits, Tail, TreeAttention
+    from specattn.kernels.attention.tree_attention import DeterministicSplits, Tail, TreeAttention
 
 
 class DeterministicKernels(TreeKernels):

@@ -1,4 +1,4 @@
-"""Launches of the Gluon kernels for `triton`, and where these serve."""
+"""Launches of the Gluon kernels for `launches`, and where these serve."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specattn.kernels.attention.plain import tree_attention
+from specattn.kernels.attention.reference import tree_attention
 from specattn.kernels.attention.tiles import FLOAT8, GluonTile, TileConfig, gluon_tile_config
-from specattn.kernels.attention.tree import (
+from specattn.kernels.attention.tree_attention import (
     Operands,
     Prompts,
     TreeAttention,
@@ -126,8 +126,8 @@ def launch(
     blocks: int,
     **options: Any,
 ) -> None:
-    """Launch ``blocks`` CTAs; see `specattn.kernels.attention.triton.launch`."""
-    from specattn.kernels.attention.gluon_tree import gluon_tree_kernel
+    """Launch ``blocks`` CTAs; see `specattn.kernels.attention.launches.launch`."""
+    from specattn.kernels.attention.gluon_splits import gluon_tree_kernel
 
     q, k_cache, v_cache, out, lse, indices, tail = operands
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):

@@ -18,7 +18,7 @@ from specattn.kernels.attention.tiles import (
     TileConfig,
     logit_factors,
 )
-from specattn.kernels.attention.tree import (
+from specattn.kernels.attention.tree_attention import (
     DeterministicSplits,
     Operands,
     TreeAttention,
@@ -28,7 +28,7 @@ from specattn.kernels.launch import cdiv
 from specattn.kernels.mla.tiles import latent_widths, mla_extend_tile_config
 
 if TYPE_CHECKING:
-    from specattn.kernels.attention.triton import TreeKernels
+    from specattn.kernels.attention.launches import TreeKernels
 
 launch = TritonModule("specattn.kernels.mla.triton_extend")
 

@@ -11,7 +11,7 @@ from specattn.kernels.gluon_guard import gluon_ok
 from specattn.kernels.mla.tiles import GLUON
 
 if TYPE_CHECKING:
-    from specattn.kernels.attention.tree import TreeAttention
+    from specattn.kernels.attention.tree_attention import TreeAttention
 
 
 def serves(bucket: TreeAttention) -> bool:

@@ -9,8 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from specattn.kernels.attention.gluon_tile import advance, record
-from specattn.kernels.attention.triton_tree import load_request
+from specattn.kernels.attention.gluon_ring import advance, record
+from specattn.kernels.attention.splits import load_request
 from specattn.kernels.gluon_names import async_load
 
 RANK = gl.constexpr(512)

@@ -4,7 +4,7 @@ A producer warpgroup gathers latent rows into a ring of tiles in shared memory. 
 warpgroups, each keeps half of the value columns of 64 packed query rows in registers; the first
 one scores a tile for both and leaves the weights in shared memory. That split of the value columns
 is FlashMLA's (https://github.com/deepseek-ai/FlashMLA); splits, clamped loads and visibility bits
-are those of `triton_tree`, whose contract this is, at 512 + 64 columns and 16 bits. `tree`
+are those of `splits`, whose contract this is, at 512 + 64 columns and 16 bits. `tree`
 is the host side.
 """
 
@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention.gluon_tile import advance
-from specattn.kernels.attention.triton_tile import EMPTY, FLOOR, LN2, MASKED
-from specattn.kernels.attention.triton_tree import load_request, load_word, row_bits, spread
+from specattn.kernels.attention.gluon_ring import advance
+from specattn.kernels.attention.softmax import EMPTY, FLOOR, LN2, MASKED
+from specattn.kernels.attention.splits import load_request, load_word, row_bits, spread
 from specattn.kernels.gluon_names import barrier, reinterpret
 from specattn.kernels.mla.gluon_ring import (
     BM,

@@ -1,15 +1,15 @@
 """Launches of the latent kernels between `attention.triton`'s plan and merge.
 
-The kernel (`triton_tree`, or `gluon_tree` where the tile says so) reads the row of a token once,
+The kernel (`splits`, or `gluon_tree` where the tile says so) reads the row of a token once,
 as key and as value, for all heads.
 """
 
 from __future__ import annotations
 
 from specattn.kernels.attention.gluon import aligned
+from specattn.kernels.attention.launches import TreeKernels, tile_options
 from specattn.kernels.attention.tiles import DeviceLimits, GluonTile, TileConfig
-from specattn.kernels.attention.tree import Operands, TreeAttention, row_strides
-from specattn.kernels.attention.triton import TreeKernels, tile_options
+from specattn.kernels.attention.tree_attention import Operands, TreeAttention, row_strides
 from specattn.kernels.mla import gluon
 from specattn.kernels.mla.tiles import GLUON, MERGE, latent_widths, mla_tile_config
 from specattn.kernels.mla.triton_tree import mla_attention_kernel

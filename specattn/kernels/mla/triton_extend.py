@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specattn.kernels.attention.triton_tile import FLOOR, LN2, store_rows
+from specattn.kernels.attention.softmax import FLOOR, LN2, store_rows
 from specattn.kernels.mla.triton_tile import attend_latent_tile, load_latent_query
 
 

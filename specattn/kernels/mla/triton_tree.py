@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention.triton_tile import EMPTY, FLOOR, LN2, store_rows
-from specattn.kernels.attention.triton_tree import (
+from specattn.kernels.attention.softmax import EMPTY, FLOOR, LN2, store_rows
+from specattn.kernels.attention.splits import (
     _load_index,
     _load_tail,
     load_request,

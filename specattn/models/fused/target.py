@@ -33,7 +33,7 @@ from specattn.models.fused.projection import READERS, output_projection
 from specattn.models.hf import HFTarget, LoadedTarget
 from specattn.models.shards import own, shared_axis
 from specattn.speculative.model import TargetOutput
-from specattn.speculative.standalone import LMDraft
+from specattn.speculative.proposers.standalone import LMDraft
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import torch
 
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import names
-from specattn.speculative.processors import ProcessorStates, token_bitmask
+from specattn.speculative.sampling.processors import ProcessorStates, token_bitmask
 from tests.integrations.sglang.engine import PAIR
 
 pytestmark = pytest.mark.sglang

@@ -8,7 +8,7 @@ import torch
 from specattn import SpecConfig
 from specattn.batch import AcceptResult, DraftTree
 from specattn.integrations.sglang.simulated import TOKEN, Simulated
-from specattn.speculative.sampling import SamplingBatch
+from specattn.speculative.sampling.params import SamplingBatch
 
 CONFIG = SpecConfig(3, 2, 6)
 

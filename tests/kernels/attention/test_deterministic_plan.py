@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from specattn.kernels.attention.triton_plan import fill_plans
+from specattn.kernels.attention.plan import fill_plans
 from specattn.testing.oracle import visible_slots
 from tests.kernels.attention import test_plan
 from tests.kernels.attention.calls import make_deterministic, plan, poison

@@ -11,7 +11,7 @@ import torch
 
 from specattn.kernels.attention import TreeAttention, gluon
 from specattn.kernels.attention.tiles import FLOAT8, GluonTile, gluon_tile_config
-from specattn.kernels.attention.tree import PREFETCH_BATCH
+from specattn.kernels.attention.tree_attention import PREFETCH_BATCH
 from specattn.kernels.fused import Rotation, qk_norm_rope_store_kv
 from specattn.kernels.fused.stream import stream_linear
 from tests.kernels.attention.calls import attend, make_kernel, plan, run

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from specattn.kernels.attention import triton_plan as tree_plan
-from specattn.kernels.attention.triton_plan import PlanRequest, TreePlan, fill_plans
+from specattn.kernels.attention import plan as tree_plan
+from specattn.kernels.attention.plan import PlanRequest, TreePlan, fill_plans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BN = 32

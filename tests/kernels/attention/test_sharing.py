@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 import torch
 
-from specattn.kernels.attention.triton_plan import PlanRequest, Sharing, TreePlan, fill_plans
+from specattn.kernels.attention.plan import PlanRequest, Sharing, TreePlan, fill_plans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BN, LEAST, TAIL = 32, 32, 3

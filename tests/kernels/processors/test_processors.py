@@ -11,8 +11,8 @@ import torch
 
 from specattn.batch import DraftTree
 from specattn.kernels.processors import PENALTIES, bitmask_words, note_tokens, process_logits
-from specattn.speculative.processors import ProcessorStates
-from specattn.speculative.sampling import SamplingParams
+from specattn.speculative.sampling.params import SamplingParams
+from specattn.speculative.sampling.processors import ProcessorStates
 from tests.implementations import using
 from tests.kernels.tree_oracle import DEVICE
 from tests.processors import processed

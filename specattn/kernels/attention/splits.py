@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention.triton_paths import own_tiles
-from specattn.kernels.attention.triton_tile import (
+from specattn.kernels.attention.paths import own_tiles
+from specattn.kernels.attention.softmax import (
     EMPTY,
     FLOOR,
     LN2,

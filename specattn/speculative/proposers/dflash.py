@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from specattn.batch import Marginals
-from specattn.speculative.block import bind_block
-from specattn.speculative.draft import choose_tokens
-from specattn.speculative.proposer import BoundProposer, ModelProposer
+from specattn.speculative.proposers.block import bind_block
+from specattn.speculative.proposers.draft import choose_tokens
+from specattn.speculative.proposers.proposer import BoundProposer, ModelProposer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from specattn.batch import AcceptResult
     from specattn.config import SpecConfig
-    from specattn.speculative.block import BlockDraftModel
-    from specattn.speculative.proposer import PromptChunk
-    from specattn.speculative.step_buffers import StepViews
+    from specattn.speculative.proposers.block import BlockDraftModel
+    from specattn.speculative.proposers.proposer import PromptChunk
+    from specattn.speculative.step.buffers import StepViews
 
 
 class DFlashProposer(ModelProposer):

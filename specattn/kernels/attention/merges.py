@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention.triton_tile import EMPTY, LN2, LOG2E
+from specattn.kernels.attention.softmax import EMPTY, LN2, LOG2E
 
 
 @triton.jit

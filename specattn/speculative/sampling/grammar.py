@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from specattn.kernels.processors import bitmask_words
-from specattn.speculative.processors import token_bitmask
+from specattn.speculative.sampling.processors import token_bitmask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
-    from specattn.speculative.step import Step
+    from specattn.speculative.step.step import Step
 
 
 class Grammar(Protocol):

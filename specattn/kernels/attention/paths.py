@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specattn.kernels.attention.triton_tile import attend_tile
+from specattn.kernels.attention.softmax import attend_tile
 
 
 @triton.jit

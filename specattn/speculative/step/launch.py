@@ -13,11 +13,11 @@ from specattn.batch import ForwardMode, halves
 from specattn.buffers import fingerprint
 from specattn.cuda_graph.recorder import is_recording, side_by_side
 from specattn.kernels.step import write_output
-from specattn.speculative.grammar import open_bitmask
-from specattn.speculative.host_proposer import BoundHostTrees
-from specattn.speculative.level import StepPart
 from specattn.speculative.model import ModelSlot
-from specattn.speculative.step import Step
+from specattn.speculative.proposers.host import BoundHostTrees
+from specattn.speculative.sampling.grammar import open_bitmask
+from specattn.speculative.step.level import StepPart
+from specattn.speculative.step.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.buffers import BufferSet, Fingerprint
-    from specattn.speculative.host_buffers import HostBuffers, LogprobBuffers
-    from specattn.speculative.host_proposer import HostTree
-    from specattn.speculative.processors import ProcessorStates
-    from specattn.speculative.step_setup import StepSetup
+    from specattn.speculative.proposers.host import HostTree
+    from specattn.speculative.sampling.processors import ProcessorStates
+    from specattn.speculative.step.host_buffers import HostBuffers, LogprobBuffers
+    from specattn.speculative.step.setup import StepSetup
 
 
 class StepMemory:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from specattn.batch import DraftTree
-    from specattn.speculative.proposer import BoundProposer, Proposal, Proposer
+    from specattn.speculative.proposers.proposer import BoundProposer, Proposal, Proposer
     from specattn.speculative.states import StateField
-    from specattn.speculative.step_setup import StepSetup
+    from specattn.speculative.step.setup import StepSetup
 
 
 def check_features(given: int, read: int) -> None:

@@ -26,8 +26,8 @@ from specattn.kernels.launch import cdiv
 
 if TYPE_CHECKING:
     from specattn.config import KVScales
-    from specattn.kernels.attention.triton import TreeKernels
-    from specattn.kernels.attention.triton_plan import PlanRequest
+    from specattn.kernels.attention.launches import TreeKernels
+    from specattn.kernels.attention.plan import PlanRequest
 
 ALIGN = 256
 # requests up to which later layers prefetch the prefix; steps of more gain nothing by it, and lose
@@ -252,7 +252,7 @@ class TreeAttention:
             from specattn.kernels.attention.deterministic import DeterministicKernels
 
             return DeterministicKernels(self, tile, deterministic)
-        from specattn.kernels.attention.triton import TreeKernels
+        from specattn.kernels.attention.launches import TreeKernels
 
         return TreeKernels(self, tile)
 
@@ -288,8 +288,8 @@ class TreeAttention:
         prefetch : bool
             Whether ``run`` follows another one on the same plan. Where the kernel can and requests
             are few, it then reads plan, index table and prefix before it waits for the kernel in
-            front of it; `gluon_tree` says why that is safe. Between the two runs nothing may write
-            what they read, but for the tail's keys and values.
+            front of it; `gluon_splits` says why that is safe. Between the two runs nothing may
+            write what they read, but for the tail's keys and values.
 
         Raises
         ------

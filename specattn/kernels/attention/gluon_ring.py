@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_wait
 
-from specattn.kernels.attention.triton_tile import FLOOR, MASKED, start_from_sinks
-from specattn.kernels.attention.triton_tree import load_word, row_bits, spread
+from specattn.kernels.attention.softmax import FLOOR, MASKED, start_from_sinks
+from specattn.kernels.attention.splits import load_word, row_bits, spread
 from specattn.kernels.gluon_names import async_load, tma_load
 
 

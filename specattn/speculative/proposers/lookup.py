@@ -14,9 +14,9 @@ import torch
 from specattn.batch import Linked
 from specattn.checks import whole_number
 from specattn.kernels.lookup import MAX_MATCHES, MAX_NGRAM, append_text, lookup_tree
-from specattn.speculative.drafts import draft_of
-from specattn.speculative.host_proposer import HostProposer
-from specattn.speculative.proposer import BoundProposer, Proposer, bind
+from specattn.speculative.proposers.drafts import draft_of
+from specattn.speculative.proposers.host import HostProposer
+from specattn.speculative.proposers.proposer import BoundProposer, Proposer, bind
 from specattn.speculative.states import StateField
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
-    from specattn.speculative.drafts import Draft
     from specattn.speculative.model import ModelSlot
-    from specattn.speculative.proposer import PromptChunk
-    from specattn.speculative.step_buffers import StepViews
+    from specattn.speculative.proposers.drafts import Draft
+    from specattn.speculative.proposers.proposer import PromptChunk
+    from specattn.speculative.step.buffers import StepViews
 
 # the state that holds a request's tokens by position
 TEXT = "text"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from specattn.errors import ModelError
-from specattn.speculative.eagle import EagleProposer
 from specattn.speculative.model import DraftOutput, for_context
+from specattn.speculative.proposers.eagle import EagleProposer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig, SpecConfig
     from specattn.plan import ExtendPlan
     from specattn.speculative.model import Attend, ModelSlot, TargetModel
-    from specattn.speculative.proposer import PromptChunk, Proposer
+    from specattn.speculative.proposers.proposer import PromptChunk, Proposer
 
 
 @dataclass(frozen=True, eq=False)

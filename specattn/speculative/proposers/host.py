@@ -15,7 +15,7 @@ import torch
 from specattn.batch import ForwardMode, Linked
 from specattn.checks import whole_numbers
 from specattn.errors import TreeError
-from specattn.speculative.proposer import BoundProposer, Proposer
+from specattn.speculative.proposers.proposer import BoundProposer, Proposer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.config import SpecConfig
-    from specattn.speculative.step_buffers import StepViews
+    from specattn.speculative.step.buffers import StepViews
 
 
 class HostTree(NamedTuple):

@@ -18,8 +18,8 @@ from specattn.batch import Candidates, DraftState, ForwardMode, Marginals, Phase
 from specattn.buffers import fingerprint
 from specattn.kernels.tree import Beams, select_beams
 from specattn.plan import AttnInputs, AttnPlan, MultiStepDims, causal_words
-from specattn.speculative.draft import choose_tokens, new_beams, new_candidates
-from specattn.speculative.proposer import BoundProposer, ModelProposer
+from specattn.speculative.proposers.draft import choose_tokens, new_beams, new_candidates
+from specattn.speculative.proposers.proposer import BoundProposer, ModelProposer
 from specattn.speculative.states import StateField
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
-    from specattn.speculative.draft import Draws
     from specattn.speculative.model import DraftModel, DraftOutput
-    from specattn.speculative.proposer import PromptChunk
-    from specattn.speculative.step_buffers import StepViews
+    from specattn.speculative.proposers.draft import Draws
+    from specattn.speculative.proposers.proposer import PromptChunk
+    from specattn.speculative.step.buffers import StepViews
 
 
 class EagleProposer(ModelProposer):

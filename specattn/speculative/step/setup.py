@@ -11,12 +11,12 @@ from specattn.cache.memory import memory_for
 from specattn.cache.slot_table import SlotTable
 from specattn.checks import function, instance, one_of
 from specattn.config import SpecConfig
-from specattn.speculative.drafts import as_proposer, draft_of
 from specattn.speculative.model import ModelSlot, for_context
+from specattn.speculative.proposers.drafts import as_proposer, draft_of
 from specattn.speculative.states import RequestStates
-from specattn.speculative.step_buffers import StepWidths
-from specattn.speculative.validation import check_target, check_target_model
-from specattn.speculative.verify import accept
+from specattn.speculative.step.buffers import StepWidths
+from specattn.speculative.step.validation import check_target, check_target_model
+from specattn.speculative.step.verify import accept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from specattn.cache.external import RequestTable
     from specattn.config import KVScales
     from specattn.cuda_graph.recorder import Recorder
-    from specattn.speculative.drafts import Draft
-    from specattn.speculative.grammar import Grammar
-    from specattn.speculative.host_proposer import HostTree
-    from specattn.speculative.level import Level, StepPart
     from specattn.speculative.model import TargetModel
-    from specattn.speculative.proposer import Proposer
-    from specattn.speculative.sampling import SamplingBatch
+    from specattn.speculative.proposers.drafts import Draft
+    from specattn.speculative.proposers.host import HostTree
+    from specattn.speculative.proposers.proposer import Proposer
+    from specattn.speculative.sampling.grammar import Grammar
+    from specattn.speculative.sampling.params import SamplingBatch
+    from specattn.speculative.step.level import Level, StepPart
 
     Scales = Sequence[KVScales] | None
 

@@ -16,28 +16,28 @@ from specattn.cache.slot_table import SlotTable
 from specattn.checks import expect, instance, whole_number
 from specattn.config import SpecConfig
 from specattn.plan import ExtendPlan
-from specattn.speculative.drafts import as_proposer
-from specattn.speculative.host_buffers import LogprobBuffers
-from specattn.speculative.processors import Processing
-from specattn.speculative.prompt import Prompt, check_prompts, check_slots
-from specattn.speculative.proposer import PromptChunk
-from specattn.speculative.sampling import SamplingBatch
+from specattn.speculative.prompts.prompt import Prompt, check_prompts, check_slots
+from specattn.speculative.proposers.drafts import as_proposer
+from specattn.speculative.proposers.proposer import PromptChunk
+from specattn.speculative.sampling.params import SamplingBatch
+from specattn.speculative.sampling.processors import Processing
 from specattn.speculative.states import check_kept
-from specattn.speculative.validation import (
+from specattn.speculative.step.host_buffers import LogprobBuffers
+from specattn.speculative.step.validation import (
     check_logits,
     check_pools,
     check_target,
 )
-from specattn.speculative.verify import accept
+from specattn.speculative.step.verify import accept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from specattn.cache.external import RequestTable
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel, TargetOutput
-    from specattn.speculative.processors import ProcessorStates
-    from specattn.speculative.proposer import Proposer
-    from specattn.speculative.step_setup import StepSetup
+    from specattn.speculative.proposers.proposer import Proposer
+    from specattn.speculative.sampling.processors import ProcessorStates
+    from specattn.speculative.step.setup import StepSetup
 
 
 @dataclass(frozen=True)

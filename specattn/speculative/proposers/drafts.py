@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specattn.checks import instance
-from specattn.speculative.block import BlockDraftModel
-from specattn.speculative.dflash import DFlashProposer
-from specattn.speculative.eagle import EagleProposer
 from specattn.speculative.model import DraftModel, ModelSlot, check_model
-from specattn.speculative.proposer import BoundProposer, Proposer, ProposerFactory
+from specattn.speculative.proposers.block import BlockDraftModel
+from specattn.speculative.proposers.dflash import DFlashProposer
+from specattn.speculative.proposers.eagle import EagleProposer
+from specattn.speculative.proposers.proposer import BoundProposer, Proposer, ProposerFactory
 
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
-    from specattn.speculative.proposer import Proposal
-    from specattn.speculative.step_buffers import StepViews
+    from specattn.speculative.proposers.proposer import Proposal
+    from specattn.speculative.step.buffers import StepViews
 
 #: What an engine takes to draft: a model, or what makes a proposer.
 Draft = DraftModel | BlockDraftModel | ProposerFactory

@@ -23,17 +23,17 @@ from specattn.kernels.processors import (
     process_logits,
 )
 from specattn.kernels.sampling import target_probs
-from specattn.speculative.logits_processor import OwnProcessors
-from specattn.speculative.sampling import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIAS
+from specattn.speculative.sampling.logits_processor import OwnProcessors
+from specattn.speculative.sampling.params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIAS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from specattn.batch import AcceptResult, DraftTree
     from specattn.buffers import Fingerprint
-    from specattn.speculative.host_buffers import LogprobBuffers
-    from specattn.speculative.logits_processor import LogitsProcessor
-    from specattn.speculative.sampling import SamplingBatch, SamplingParams
+    from specattn.speculative.sampling.logits_processor import LogitsProcessor
+    from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
+    from specattn.speculative.step.host_buffers import LogprobBuffers
 
 #: Tokens that a request may end with and that ``min_new_tokens`` makes impossible.
 MAX_END_IDS = 64

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specattn.kernels.attention.triton_share import list_work, match_kernel, pick
+from specattn.kernels.attention.sharing import list_work, match_kernel, pick
 
 # plans of one launch: a program chooses each of its arguments among as many
 MOST_PLANS = 32

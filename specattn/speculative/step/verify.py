@@ -14,8 +14,8 @@ from specattn.kernels.tree import accept_greedy, accept_rejection, accept_sample
 
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
-    from specattn.speculative.proposer import Proposer
-    from specattn.speculative.sampling import SamplingBatch
+    from specattn.speculative.proposers.proposer import Proposer
+    from specattn.speculative.sampling.params import SamplingBatch
 
 
 def accept(

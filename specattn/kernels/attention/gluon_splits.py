@@ -1,6 +1,6 @@
-"""Device code of attention for Hopper: that of `triton_tree`, in Gluon.
+"""Device code of attention for Hopper: that of `splits`, in Gluon.
 
-A producer warpgroup and one or two consumers walk the split's segments; see `gluon_tile`.
+A producer warpgroup and one or two consumers walk the split's segments; see `gluon_ring`.
 
 It is a programmatic dependent launch: it may start while the kernel before it still runs, and
 what that one wrote is there after ``gdc_wait``, which lasts until it is complete and its writes
@@ -38,7 +38,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.attention.gluon_tile import (
+from specattn.kernels.attention.gluon_ring import (
     Factors,
     Pools,
     Tile,
@@ -51,7 +51,7 @@ from specattn.kernels.attention.gluon_tile import (
     record,
     start,
 )
-from specattn.kernels.attention.triton_tile import EMPTY, LN2
+from specattn.kernels.attention.softmax import EMPTY, LN2
 
 
 @record

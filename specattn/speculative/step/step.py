@@ -18,15 +18,15 @@ from specattn.batch import AcceptResult, DraftTree, ForwardMode, Linked, Margina
 from specattn.kernels.step import StepStart, begin_step, end_step, gather_path
 from specattn.kernels.tree import best_first_tree, build_tree, link_tree
 from specattn.plan import AttnInputs, AttnPlan
-from specattn.speculative.draft import beams_of
-from specattn.speculative.level import WHOLE, Level, StepPart
-from specattn.speculative.processors import Processing
-from specattn.speculative.proposer import bind
-from specattn.speculative.sampling import SamplingBatch
+from specattn.speculative.proposers.draft import beams_of
+from specattn.speculative.proposers.proposer import bind
+from specattn.speculative.sampling.params import SamplingBatch
+from specattn.speculative.sampling.processors import Processing
 from specattn.speculative.states import check_kept
-from specattn.speculative.step_buffers import StepBuffers, StepViews
-from specattn.speculative.validation import check_features, check_logits, check_proposal
-from specattn.speculative.verify import over_target_vocabulary
+from specattn.speculative.step.buffers import StepBuffers, StepViews
+from specattn.speculative.step.level import WHOLE, Level, StepPart
+from specattn.speculative.step.validation import check_features, check_logits, check_proposal
+from specattn.speculative.step.verify import over_target_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
     from specattn.attention.bound import BoundLayers
     from specattn.backends.base import Fillable
-    from specattn.speculative.host_buffers import HostBuffers, LogprobBuffers
-    from specattn.speculative.processors import ProcessorStates
-    from specattn.speculative.proposer import Proposal
-    from specattn.speculative.step_setup import StepSetup
+    from specattn.speculative.proposers.proposer import Proposal
+    from specattn.speculative.sampling.processors import ProcessorStates
+    from specattn.speculative.step.host_buffers import HostBuffers, LogprobBuffers
+    from specattn.speculative.step.setup import StepSetup
 
 
 class Step:

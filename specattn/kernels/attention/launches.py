@@ -1,7 +1,7 @@
 """Launches of a bucket's kernels, of prompts, and of merges of results.
 
-A bucket takes three launches: a plan (`triton_plan`, once per step), the kernel (`triton_tree`, or
-`gluon_tree` where the tile says so) and a merge (`triton_merge`), once per layer. Prompts take that
+A bucket takes three launches: a plan (`plan`, once per step), the kernel (`splits`, or
+`gluon_splits` where the tile says so) and a merge (`merges`), once per layer. Prompts take that
 kernel alone.
 """
 
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from specattn.kernels.attention import gluon
+from specattn.kernels.attention.merges import merge_kernel
+from specattn.kernels.attention.plan import PlanRequest, Sharing, TreePlan
+from specattn.kernels.attention.splits import tree_attention_kernel
 from specattn.kernels.attention.tiles import (
     FLOAT8,
     DeviceLimits,
@@ -28,7 +31,7 @@ from specattn.kernels.attention.tiles import (
     sharing_rows,
     tile_config,
 )
-from specattn.kernels.attention.tree import (
+from specattn.kernels.attention.tree_attention import (
     Operands,
     Prompts,
     Tail,
@@ -36,9 +39,6 @@ from specattn.kernels.attention.tree import (
     row_strides,
     shape_constants,
 )
-from specattn.kernels.attention.triton_merge import merge_kernel
-from specattn.kernels.attention.triton_plan import PlanRequest, Sharing, TreePlan
-from specattn.kernels.attention.triton_tree import tree_attention_kernel
 from specattn.kernels.launch import cdiv, launch_options
 
 

@@ -17,15 +17,20 @@ from specattn.cache.slot_table import SlotTable
 from specattn.checks import expect, function, instance, listed
 from specattn.cuda_graph import GraphRunner
 from specattn.errors import CapacityError, CaptureError, CaptureMismatch
-from specattn.speculative.drafts import as_proposer
-from specattn.speculative.grammar import fill_bitmasks
-from specattn.speculative.host_buffers import HostBuffers, InFlight, LogprobBuffers, PendingStep
-from specattn.speculative.host_proposer import HostProposer, checked_trees
-from specattn.speculative.launch import StepLaunch, StepMemory
-from specattn.speculative.level import Level, StepPart
-from specattn.speculative.processors import ProcessorStates
-from specattn.speculative.step_setup import CudagraphMode, StepOptions, StepSetup
-from specattn.speculative.validation import (
+from specattn.speculative.proposers.drafts import as_proposer
+from specattn.speculative.proposers.host import HostProposer, checked_trees
+from specattn.speculative.sampling.grammar import fill_bitmasks
+from specattn.speculative.sampling.processors import ProcessorStates
+from specattn.speculative.step.host_buffers import (
+    HostBuffers,
+    InFlight,
+    LogprobBuffers,
+    PendingStep,
+)
+from specattn.speculative.step.launch import StepLaunch, StepMemory
+from specattn.speculative.step.level import Level, StepPart
+from specattn.speculative.step.setup import CudagraphMode, StepOptions, StepSetup
+from specattn.speculative.step.validation import (
     check_draft_tokens,
     check_rows,
     check_setup,
@@ -42,13 +47,13 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.cuda_graph import GraphReport
     from specattn.cuda_graph.runner import Captured
-    from specattn.speculative.grammar import Grammar
-    from specattn.speculative.host_proposer import HostTree
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel
-    from specattn.speculative.proposer import Proposer
+    from specattn.speculative.proposers.host import HostTree
+    from specattn.speculative.proposers.proposer import Proposer
+    from specattn.speculative.sampling.grammar import Grammar
     from specattn.speculative.states import RequestStates
-    from specattn.speculative.step import Step
-    from specattn.speculative.step_setup import StepArguments, StepKeywords
+    from specattn.speculative.step.setup import StepArguments, StepKeywords
+    from specattn.speculative.step.step import Step
 
 __all__ = ["CudagraphMode", "PendingStep", "StepDecoder"]
 

@@ -16,8 +16,8 @@ from specattn.plan import mask_words
 if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.speculative.model import AnyDraftModel
-    from specattn.speculative.sampling import SamplingBatch
-    from specattn.speculative.step_buffers import StepBuffers
+    from specattn.speculative.sampling.params import SamplingBatch
+    from specattn.speculative.step.buffers import StepBuffers
 
     #: What holds each request's temperature (0 is greedy) and seed, ``[B]`` each.
     Draws = SamplingBatch | StepBuffers

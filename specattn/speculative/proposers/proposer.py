@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
     from specattn.plan import ExtendPlan
-    from specattn.speculative.sampling import SamplingBatch
+    from specattn.speculative.sampling.params import SamplingBatch
     from specattn.speculative.states import StateField
-    from specattn.speculative.step_buffers import StepViews
+    from specattn.speculative.step.buffers import StepViews
 
     Proposal = Candidates | Marginals | Linked
 

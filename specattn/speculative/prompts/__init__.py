@@ -1,0 +1,1 @@
+"""Prompts: what they must be, and both models over them."""

@@ -1,0 +1,1 @@
+"""One step: its phases, buffers, graphs and launches."""
