@@ -3,7 +3,7 @@
 A kernel of such a launch starts while the kernel before it still runs. It lets the next one start
 at once (`enter`), then waits: all that was launched before is then complete, because whatever ran
 before has waited too, or was no such launch. Until it waits it writes nothing, and reads nothing
-but what no kernel writes, such as weights; `attention.gluon_tree` tells what may be read besides.
+but what no kernel writes, such as weights; `attention.gluon_splits` tells what may be read besides.
 Where every kernel between two products does so, the second product prefetches its first weights
 meanwhile.
 """

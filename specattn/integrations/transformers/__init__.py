@@ -76,7 +76,8 @@ def generate(  # noqa: PLR0913 - as its docstring says
         As in transformers. Of the processors, temperature, top-k, top-p, min-p,
         the repetition penalty, bad words, ``min_length``, ``min_new_tokens``, n-grams that do not
         repeat, suppressed tokens, biases of sequences and allowed prefixes are served; and those
-        of this library, instances of `specattn.speculative.sampling.LogitsProcessor`.
+        of this library, instances of
+        `specattn.speculative.sampling.logits_processor.LogitsProcessor`.
     draft : str, Path, loaded head or ProposerFactory, optional
         An EAGLE head: its folder or Hub id, ``"shipped"`` for that of the shipped pair, or one that
         `load_draft` has loaded; a whole model (`LMDraft`), or what else proposes tokens. Without

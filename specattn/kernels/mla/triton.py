@@ -1,4 +1,4 @@
-"""Launches of the latent kernels between `attention.triton`'s plan and merge.
+"""Launches of the latent kernels between `attention.launches`'s plan and merge.
 
 The kernel (`splits`, or `gluon_tree` where the tile says so) reads the row of a token once,
 as key and as value, for all heads.

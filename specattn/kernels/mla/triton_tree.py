@@ -1,6 +1,6 @@
 """Device code of latent tree attention: splits of rows against packed queries.
 
-The splits, the clamped loads and the visibility bits are those of `attention.triton_tree`; there is
+The splits, the clamped loads and the visibility bits are those of `attention.splits`; there is
 one KV head, and a tile is key and value at once.
 """
 
@@ -47,7 +47,7 @@ def _masked_tiles(
 ):
     """Attend to tiles of ``[begin, end)``, of at most 64 keys, masked.
 
-    What the next tile needs is loaded as in `attention.triton_tree._masked_tiles`.
+    What the next tile needs is loaded as in `attention.splits._masked_tiles`.
     """
     raw_index, raw_tail, word0, word1 = ahead
     r = tl.arange(0, BN)  # [BN]

@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-from specattn.speculative.sampling.grammar import Grammar as Grammar
-from specattn.speculative.sampling.logits_processor import LogitsProcessor as LogitsProcessor
 from specattn.speculative.sampling.params import SamplingBatch as SamplingBatch
 from specattn.speculative.sampling.params import SamplingParams as SamplingParams
