@@ -13,8 +13,6 @@ import torch
 
 from bench.random_models import random_eagle3, random_target
 from bench.step_forced import Forced
-from specattn.cache.kv_pool import KVPool
-from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
 from specattn.speculative.model import ModelSlot
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
+    from specattn.cache.kv_pool import KVPool
+    from specattn.cache.slot_table import SlotTable
     from specattn.models.fused.block import FusedModel
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.proposers.host import HostRequest
@@ -170,22 +170,21 @@ class World:
         draft.lm_head.weight.mul_(SHARPER)
         lens = [longest + room for longest in rooms]
         slots, self.longest = sum(lens) + 1, max(lens)
-        self.table = SlotTable(
-            max_num_reqs=len(lens), max_context_len=self.longest, num_slots=slots, device=device
-        )
+        features = target.with_features(draft.features)
+        sizes = SpecConfig(max_context_len=self.longest, max_num_reqs=len(lens))
+        setup = StepSetup.over(features, draft, sizes, num_slots=slots, backend=backend)
+        self.table: SlotTable = setup.table
         self.rows = [self.table.allocate() for _ in lens]
         self.table.reserve(self.rows, lens)
         self._shuffle(slots)
-        pools = [KVPool(model.layers, slots, device) for model in (target, draft)]
-        for pool in pools:
-            for data in (*pool.k, *pool.v):
+        self.target: ModelSlot[TargetModel]
+        self.draft: ModelSlot[DraftModel]
+        self.target, self.draft = setup.slots
+        for slot in setup.slots:
+            for data in (*slot.pool.k, *slot.pool.v):
                 data.normal_()
         # plain decoding returns no features
-        self.plain: ModelSlot[TargetModel] = ModelSlot.of(target, pools[0], backend)
-        self.target: ModelSlot[TargetModel] = ModelSlot.of(
-            target.with_features(draft.features), pools[0], backend
-        )
-        self.draft: ModelSlot[DraftModel] = ModelSlot.of(draft, pools[1], backend)
+        self.plain: ModelSlot[TargetModel] = ModelSlot.of(target, self.target.pool, backend)
         self.model, self.head = target, draft
         # from here on there are only tokens that no draft proposes
         self.lowest = draft.vocab_size

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from specattn.cli.errors import ArgumentError
 from specattn.cli.options import RUNNING, EngineCommand, option
+from specattn.speculative.step.level import Level
 
 _BUCKETS = "1,2,3,4,6,8,10,12,16,20,24,28,32,40,48,64"
 _SAMPLED = "Also capture steps of requests that draw."
@@ -44,7 +45,7 @@ class Graphs(EngineCommand):
         engine = setup.engine(config)
         decoder = engine.decoder(engine.config)
         if self.sampled:
-            decoder.capture(sampled=True)
+            decoder.capture(Level.SAMPLED)
         captures, seconds = decoder.report(), time.perf_counter() - began
         found = {
             "device": str(self.place),

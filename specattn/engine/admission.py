@@ -11,9 +11,9 @@ from specattn.errors import CapacityError
 from specattn.speculative.prompts.prefill import Prefill
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
-    from specattn.engine.calls import Calls
     from specattn.engine.decoders import Decoders
     from specattn.engine.flight import Flight
     from specattn.engine.metrics import Totals
@@ -28,8 +28,9 @@ class Admission:
 
     Parameters
     ----------
-    calls : Calls
-        Told that the engine's books change.
+    change : callable
+        Makes a context manager, in which the engine's books change. It gives what is to be called
+        when all is undone.
     decoders : Decoders
         Capture what the requests need of steps.
     scheduler : Scheduler
@@ -47,14 +48,14 @@ class Admission:
 
     def __init__(
         self,
-        calls: Calls,
+        change: Callable[[], AbstractContextManager[Callable[[], None]]],
         decoders: Decoders,
         scheduler: Scheduler,
         flight: Flight,
         totals: Totals,
     ) -> None:
         self.prefill = Prefill.of(decoders.setup)
-        self._calls, self._decoders, self._scheduler = calls, decoders, scheduler
+        self._change, self._decoders, self._scheduler = change, decoders, scheduler
         self._flight, self._totals = flight, totals
 
     def admit_waiting(self) -> list[RequestOutput]:
@@ -97,7 +98,7 @@ class Admission:
         requests = [request for request, _ in items]
         results = [result for _, result in items]
         scheduler, table = self._scheduler, self._scheduler.table
-        with self._calls.change():
+        with self._change() as put_right:
             if len(items) > (free := table.num_free_rows):
                 raise CapacityError(
                     f"requests must be at most {free}, as many as rows are free, got {len(items)}"
@@ -110,7 +111,7 @@ class Admission:
             except BaseException:
                 if not table.changing:
                     scheduler.roll_back(running, rows, results)
-                    self._calls.put_right()
+                    put_right()
                 raise
             self._totals.admitted(items, shared)
             return results

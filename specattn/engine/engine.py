@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+from contextlib import contextmanager
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from specattn.checks import instance, listed, whole_numbers
 from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.admission import Admission
-from specattn.engine.calls import Calls
 from specattn.engine.configs import SpeculativeConfigs, powers_of_two
 from specattn.engine.decoders import Decoders
 from specattn.engine.detokenizer import end_ids, text_functions, text_of
@@ -26,7 +26,7 @@ from specattn.speculative.step.setup import StepSetup
 from specattn.speculative.step.validation import check_target_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from specattn.speculative.sampling.logits_processor import LogitsProcessor
     from specattn.speculative.step.decoder import StepDecoder
     from specattn.speculative.step.setup import CudagraphMode, EngineKeywords, Scales
-
-log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -134,6 +132,9 @@ class Engine:
         eagerly if that fails, and a warning is logged; so it is where memory runs out.
     """
 
+    # whether a call changes the books; an interrupt that nothing undid leaves it so
+    _changing = False
+
     def __init__(  # noqa: PLR0913 - a constructor
         self,
         target: TargetModel,
@@ -190,7 +191,6 @@ class Engine:
         )
         self.target, self.proposer = setup.target, setup.proposer
         self.table, self.states = cast("SlotTable", setup.table), setup.states
-        _warn_beyond_training(self.target.model, config)
         self.eos_token_ids = end_ids(self.target.model, tokenizer)
         slots, levels = self.target.num_slots, Level.each(sampled=sampled, processed=processed)
         sizes = self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name
@@ -210,10 +210,10 @@ class Engine:
         self._flight = Flight(
             self._decoders, self.scheduler, self.configs, self._totals, ranks=self.ranks
         )
-        self._calls = Calls(self.table)
         self._admission = Admission(
-            self._calls, self._decoders, self.scheduler, self._flight, self._totals
+            self._change, self._decoders, self.scheduler, self._flight, self._totals
         )
+        self._lock = RLock()
 
     @property
     def draft(self) -> ModelSlot[Any] | None:
@@ -271,7 +271,7 @@ class Engine:
                 f"on_tokens must be callable, got {on_tokens!r}; a Request has its own sampling"
             )
         checked = take(requests, self)
-        with self._calls.one_thread():
+        with self._one_thread():
             if self.scheduler.waiting:
                 raise ValueError(
                     "requests of another generate wait: it has not returned, or was interrupted; "
@@ -364,7 +364,7 @@ class Engine:
             lost: those of what was launched are the next step's. And what ``detokenize`` raises: a
             step's tokens are lost then, so all requests are dropped, as by an interrupt.
         """
-        with self._calls.change():
+        with self._change():
             try:
                 if not self._flight.steps:
                     self._flight.launch(self.scheduler.schedule())
@@ -396,7 +396,7 @@ class Engine:
         ValueError
             If it is not that of a running request of this engine: one that has ended, too.
         """
-        with self._calls.change():
+        with self._change():
             self.scheduler.drop(result)
             self._totals.dropped(1)
 
@@ -406,13 +406,15 @@ class Engine:
         Whatever an interrupt has left, the engine serves new requests then: after one, every row of
         the table is free.
         """
-        with self._calls.one_thread():
+        with self._one_thread():
             self._forget()
-            self._calls.unlock()
+            # an interrupt may have come between taking the lock and noting it
+            self._lock = RLock()
 
     def _forget(self) -> None:
         """Drop every request, whatever an error or an interrupt has left."""
-        self._drop_all(table=self._calls.begin_again())
+        interrupted, self._changing = self._changing or self.table.changing, True
+        self._drop_all(table=interrupted)
 
     def decoder(self, config: SpecConfig) -> StepDecoder:
         """Return the decoder of a config of the engine.
@@ -452,6 +454,42 @@ class Engine:
             slots=(table.num_pages - 1) * table.page_size,
         )
 
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        """Lock the engine for this thread, or raise a ValueError at once."""
+        lock = self._lock
+        if not lock.acquire(blocking=False):
+            raise ValueError(
+                "an Engine must be called from one thread at a time: "
+                "a call of another thread has not returned"
+            )
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def _change(self) -> Iterator[Callable[[], None]]:
+        """Note that the books change; the note outlives an interrupt.
+
+        What is yielded takes the note back, for who undoes all.
+        """
+        with self._one_thread():
+            if self._changing:
+                raise ValueError(
+                    "a call of this Engine was interrupted, or has not returned: call clear()"
+                )
+            self._changing = True
+            try:
+                yield self._put_right
+            except Exception:
+                self._changing = self.table.changing
+                raise
+            self._changing = False
+
+    def _put_right(self) -> None:
+        self._changing = False
+
     def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
         """Hand out what steps gained; requests that had ended before get nothing."""
         try:
@@ -470,14 +508,4 @@ class Engine:
         # a wait that was interrupted has left its step in flight, and may be again
         for decoder in self._decoders.values():
             decoder.settle()
-        self._calls.put_right()
-
-
-def _warn_beyond_training(target: TargetModel, config: SpecConfig) -> None:
-    if config.max_context_len > target.max_context_len:
-        log.warning(
-            "max_context_len %d is above the target's %d: positions from there on are none it "
-            "was trained on",
-            config.max_context_len,
-            target.max_context_len,
-        )
+        self._changing = False

@@ -239,7 +239,7 @@ class AsyncEngine:
         try:
             if self._stream is not None:
                 torch.cuda.set_stream(self._stream)
-            with self._engine._calls.one_thread():
+            with self._engine._one_thread():
                 if self._busy:
                     raise ValueError("engine must have no requests")
                 started.set_result(None)

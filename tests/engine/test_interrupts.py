@@ -23,7 +23,7 @@ from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
 ROOT = Path(specattn.__file__).parent
-MODULES = ("engine", "calls", "admission", "flight", "decoders", "prompts", "scheduler", "configs")
+MODULES = ("engine", "admission", "flight", "decoders", "prompts", "scheduler", "configs")
 ENGINE = [ROOT / "engine" / f"{name}.py" for name in MODULES]
 STEPS = [ROOT / "speculative" / f"{name}.py" for name in ("host_buffers", "step_decoder", "states")]
 TABLE = [ROOT / "cache" / "slot_table.py"]

@@ -213,6 +213,16 @@ def test_levels_that_lack_something_are_refused():
         StepDecoder.of(decoder.setup, levels=[Level.PROCESSED])
 
 
+@pytest.mark.parametrize("made", [StepDecoder.of, Prefill.of])
+def test_what_is_no_setup_is_refused(made):
+    with pytest.raises(ValueError, match=r"setup must be a StepSetup .*, got a ModelSlot"):
+        made(slots(97)[0])
+    setup = StepSetup.over(*models(), CONFIG, **TORCH)
+    assert made(setup).proposer is not None
+    with pytest.raises(ValueError, match="levels must be a sequence of Level"):
+        StepDecoder.of(setup, levels=Level.SAMPLED)
+
+
 def test_a_decoder_of_parts_is_the_same():
     """`StepDecoder(...)`, as loops before `StepSetup.over` call it."""
     setup = StepSetup.over(*models(), CONFIG, **TORCH)

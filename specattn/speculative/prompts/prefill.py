@@ -23,6 +23,7 @@ from specattn.speculative.sampling.params import SamplingBatch
 from specattn.speculative.sampling.processors import Processing
 from specattn.speculative.states import check_kept
 from specattn.speculative.step.host_buffers import LogprobBuffers
+from specattn.speculative.step.setup import StepSetup
 from specattn.speculative.step.validation import (
     check_logits,
     check_pools,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel, TargetOutput
     from specattn.speculative.proposers.proposer import Proposer
     from specattn.speculative.sampling.processors import ProcessorStates
-    from specattn.speculative.step.setup import StepSetup
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,14 @@ class Prefill:
 
     @classmethod
     def of(cls, setup: StepSetup) -> Self:
-        """Return what runs the prompts of a setup's requests."""
+        """Return what runs the prompts of a setup's requests.
+
+        Raises
+        ------
+        ValueError
+            If it is no `StepSetup`.
+        """
+        instance("setup", setup, StepSetup, "a StepSetup (StepSetup.over)")
         return cls(setup.target, setup.proposer, setup.table, setup.config)
 
     def __post_init__(self) -> None:

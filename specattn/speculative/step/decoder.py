@@ -171,6 +171,8 @@ class StepDecoder(ReadOnly):
         ValueError, ModelError, CaptureError
             As in the constructor.
         """
+        instance("setup", setup, StepSetup, "a StepSetup (StepSetup.over)")
+        levels = listed("levels", levels, "Level")
         made = cls.__new__(cls)
         made._begin(setup, buckets)
         made.capture(*levels, processors=processors, or_eager=or_eager)
@@ -238,10 +240,11 @@ class StepDecoder(ReadOnly):
     ) -> None:
         """Capture every bucket, for greedy requests and what is asked for.
 
-        Those are `Level` values: requests that draw, requests with processors, whose steps serve
-        all requests, and requests with a grammar, whose steps run in parts, whatever ``cudagraph``
-        says. Parts of which a bucket is captured already stay as they are. With ``or_eager``, a
-        capture that fails is logged, and batches that no captured bucket holds run eagerly.
+        What may be asked for are steps of a `Level`: of requests that draw; of requests with
+        processors, which serve all others, too; and of requests with a grammar, which run in parts,
+        whatever ``cudagraph`` says. Parts of which a bucket is captured already stay as they are.
+        With ``or_eager``, a capture that fails is logged, and batches that no captured bucket holds
+        run eagerly.
 
         Parameters
         ----------
@@ -330,9 +333,9 @@ class StepDecoder(ReadOnly):
             Table rows of the requests, all different, and any number of 0 for padding, which
             gains nothing. Without rows the smallest bucket runs on padding alone.
         level : Level
-            The highest that one of them needs; it serves requests of lower ones, too. What needs
-            more is not told: who draws is taken to be greedy in a greedy step, and only
-            ``validate="debug"`` checks that.
+            The highest that one of them needs; it serves requests of lower ones, too. A request
+            that needs a higher one is not noticed: one that draws is taken to be greedy in a greedy
+            step, and only ``validate="debug"`` checks that.
         sampled, processed : bool
             The same as their levels.
         seq_lens_cpu : Tensor, optional
@@ -369,7 +372,8 @@ class StepDecoder(ReadOnly):
             not the table's, or named twice (but for 0); if ``seq_lens_cpu`` is of another shape,
             dtype or device; if there is nothing to come ``between``, or it is there that the step
             is asked for; if ``grammars`` or ``trees`` are of another number, or there is no
-            `HostProposer` for ``trees``; if ``level`` is none, or constrained without ``grammars``.
+            `HostProposer` for ``trees``; if ``level`` is no `Level`, or a constrained step has no
+            ``grammars``.
         CaptureMismatch
             If the table, the states or the pools are elsewhere than when the graphs were captured.
             ``validate="debug"`` compares everything that they have baked in.

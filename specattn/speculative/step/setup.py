@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     Acceptor = Callable[
         [DraftTree, Tensor, Tensor, SpecConfig, SamplingBatch, AcceptResult], AcceptResult
     ]
+
+log = logging.getLogger(__name__)
 
 #: How a step is recorded: as one graph, or as three that a host may work between.
 CudagraphMode = Literal["full", "piecewise"]
@@ -249,7 +252,7 @@ class StepSetup:
             check_target_model(target)
         if table is None:
             model = target.model if isinstance(target, ModelSlot) else target
-            table = _table(config, num_slots, model.device)
+            table = _table(model, config, num_slots)
         rows, context = len(table.req_to_token), table.max_context_len
         device = table.req_to_token.device
 
@@ -309,11 +312,18 @@ class StepSetup:
         return replace(self, target=change(self.target), proposer=proposer)
 
 
-def _table(config: SpecConfig, num_slots: int | None, device: torch.device) -> SlotTable:
+def _table(target: TargetModel, config: SpecConfig, num_slots: int | None) -> SlotTable:
     """Return a table; unless told, all requests may become longest."""
+    if config.max_context_len > target.max_context_len:
+        log.warning(
+            "max_context_len %d is above the target's %d: positions from there on are none it "
+            "was trained on",
+            config.max_context_len,
+            target.max_context_len,
+        )
     pages = -(-config.max_context_len // config.page_size) * config.max_num_reqs + 1
     slots = pages * config.page_size if num_slots is None else num_slots
-    return SlotTable(**config.sizes, num_slots=slots, device=device)
+    return SlotTable(**config.sizes, num_slots=slots, device=target.device)
 
 
 def _plans_on_host(*slots: ModelSlot[Any] | None) -> bool:
