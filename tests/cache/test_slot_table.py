@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specattn.cache.slot_table import SlotTable, StagingRing
 from specattn.errors import CapacityError
@@ -127,61 +129,114 @@ def test_a_long_prompt_takes_several_uploads():
 
 @dataclass
 class Books:
-    """A row as a plain list of slots."""
+    """A row in plain Python: tokens that were asked for, those that are committed, and slots."""
 
     asked: int = 0
+    committed: int = 0
     slots: list[int] = field(default_factory=list)
 
 
-@pytest.mark.parametrize("kind", [SlotTable, Small])
-@pytest.mark.parametrize(("page_size", "num_slots"), [(1, 260), (4, 400), (16, 900)])
-def test_many_calls_keep_every_slot_that_was_asked_for(kind, page_size, num_slots):
-    rng = random.Random(page_size)
-    books = table(
-        kind, page_size=page_size, num_slots=num_slots, max_num_reqs=6, max_context_len=150
-    )
-    whole, model, refused = books.num_free_slots, {}, 0
-    for call in range(300):
-        action = rng.choice(["new", "share", "grow", "grow", "grow", "free"])
+ROW = st.integers(0, 5)
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Any calls keep every slot that was asked for; what is refused changes nothing."""
+
+    context, rows = 150, 6
+
+    @initialize(kind=st.sampled_from([SlotTable, Small]), page_size=st.sampled_from([1, 4, 16]))
+    def start(self, kind, page_size):
+        # small enough to run out
+        num_slots = {1: 260, 4: 400, 16: 700}[page_size]
+        self.table = table(
+            kind,
+            page_size=page_size,
+            num_slots=num_slots,
+            max_num_reqs=self.rows,
+            max_context_len=self.context,
+        )
+        self.whole, self.books = self.table.num_free_slots, {}
+        for _ in range(3):
+            self.allocate()
+
+    def row(self, at: int) -> int:
+        return sorted(self.books)[at % len(self.books)]
+
+    @rule()
+    def allocate(self):
+        if len(self.books) == self.rows:
+            with pytest.raises(CapacityError, match="all 6 request rows are taken"):
+                self.table.allocate()
+        else:
+            self.books[self.table.allocate()] = Books()
+
+    @precondition(lambda self: len(self.books) < self.rows)
+    @rule(at=ROW, pages=st.integers(0, 9))
+    def share(self, at, pages):
+        donor, size = self.row(at), self.table.page_size
+        length = min(pages, self.books[donor].committed // size) * size
+        row = self.table.allocate(share=donor, share_len=length)
+        self.books[row] = Books(length, length, self.books[donor].slots[:length])
+
+    @rule(grown=st.dictionaries(ROW, st.sampled_from([-9, 0, 3, 9, 80]), min_size=1))
+    def reserve(self, grown):
+        more = {self.row(at): count for at, count in grown.items()}
+        lens = [min(self.context, max(self.books[row].asked + n, 0)) for row, n in more.items()]
         try:
-            if action == "new" or not model:
-                model[books.allocate()] = Books()
-            elif action == "share":
-                donor = rng.choice(sorted(model))
-                part = books.committed(donor) // page_size * page_size
-                row = books.allocate(share=donor, share_len=part)
-                model[row] = Books(part, model[donor].slots[:part])
-            elif action == "grow":
-                rows = rng.sample(sorted(model), rng.randint(1, len(model)))
-                lens = [min(150, model[row].asked + rng.choice([0, 3, 9, 80])) for row in rows]
-                books.reserve(rows, lens)
-                for row, length in zip(rows, lens, strict=True):
-                    now = books.req_to_token[row].tolist()
-                    assert now[: model[row].asked] == model[row].slots, "slots moved"
-                    model[row] = Books(length, now[:length])
-                    books.commit(row, rng.randint(books.committed(row), length))
-            else:
-                row = rng.choice(sorted(model))
-                books.free(row)
-                del model[row]
+            self.table.reserve([*more], lens)
         except CapacityError:
-            refused += 1
-        if not call % 10:
-            check_books(books)
-        room, tables = books.reserved.tolist(), books.req_to_token.tolist()
-        for row, one in model.items():
-            assert room[row] >= one.asked
-            assert tables[row][: one.asked] == one.slots
-        assert not any(room[row] for row in range(7) if row not in model)
-        assert not any(tables[0])
-        private = [slot for row in model for slot in tables[row][: room[row]]]
-        assert min(private, default=page_size) >= page_size
-    assert refused, "the pool is small enough to run out"
-    for row in model:
-        books.free(row)
-    check_books(books)
-    assert books.num_free_slots == whole
-    assert not books.reserved.any()
+            return
+        for row, length in zip(more, lens, strict=True):
+            books = self.books[row]
+            books.asked = max(books.asked, length)
+            books.slots += self.table.req_to_token[row, len(books.slots) : length].tolist()
+
+    @rule(at=ROW, more=st.integers(0, 80))
+    def commit(self, at, more):
+        books = self.books[self.row(at)]
+        books.committed = min(books.asked, books.committed + more)
+        self.table.commit(self.row(at), books.committed)
+
+    @precondition(lambda self: len(self.books) > 1)
+    @rule(at=ROW)
+    def free(self, at):
+        del self.books[row := self.row(at)]
+        self.table.free(row)
+
+    @rule(at=ROW)
+    def hold(self, at):
+        with self.table.holding([row := self.row(at)]), pytest.raises(ValueError, match="a step"):
+            self.table.free(row)
+
+    @precondition(lambda self: len(self.books) > 3)
+    @rule()
+    def clear(self):
+        self.table.clear()
+        self.books.clear()
+        self.allocate()
+
+    @invariant()
+    def host_and_device_agree(self):
+        check_books(self.table)
+        room, slots = self.table.reserved.tolist(), self.table.req_to_token.tolist()
+        assert {row for row, count in enumerate(room) if count} <= self.books.keys()
+        for row, books in self.books.items():
+            assert self.table.committed(row) == books.committed
+            assert room[row] >= self.table.room(row) == books.asked
+            assert slots[row][: books.asked] == books.slots, "slots moved"
+            assert min(slots[row][: room[row]], default=16) >= self.table.page_size
+        assert not any(slots[0])
+
+    def teardown(self):
+        for row in self.books:
+            self.table.free(row)
+        self.books.clear()
+        self.host_and_device_agree()
+        assert self.table.num_free_slots == self.whole
+
+
+TestSlots = SlotMachine.TestCase
+TestSlots.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 def test_a_ring_takes_its_buffers_in_turn():
