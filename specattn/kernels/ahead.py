@@ -14,11 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import build
 from triton.runtime.jit import JITFunction, KernelInterface
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class _Compiler(triton.AsyncCompileMode):
         with (
             cls.one,
             _counted() as missed,
+            _loaded_apart(),
             ThreadPoolExecutor(initializer=enter) as executor,
             cls(executor) as compiler,
             _looked_at(),
@@ -167,6 +170,25 @@ def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return found if _Compiler.active.get() is None else found.zero_()
 
     return allocated
+
+
+@contextmanager
+def _loaded_apart() -> Iterator[None]:
+    """Let threads load launchers of kernels side by side.
+
+    Triton 3.6 builds a Python module per launcher, all of one name. Loaded again, from its cache,
+    it is the object of whichever came last, so that another thread may change what it holds before
+    Triton reads it.
+    """
+    load, lock = build._load_module_from_path, threading.Lock()
+
+    def loaded(name: str, path: str) -> SimpleNamespace:
+        with lock:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    with ExitStack() as stack:
+        _swap(stack, build, "_load_module_from_path", loaded)
+        yield
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,3 +144,19 @@ def test_nor_are_kernels_compiled_that_do_not_run() -> None:
     notes: list[tuple[str, str, int]] = []
     runner_of(notes).compile(list(Mode))
     assert not notes
+
+
+def test_a_launcher_is_its_own_whatever_was_loaded_since(monkeypatch):
+    """CPython gives modules of one name, loaded again, as one object."""
+    ahead = pytest.importorskip("specattn.kernels.ahead", exc_type=ImportError)
+    build, shared = ahead.build, SimpleNamespace()
+
+    def load(name: str, path: str) -> SimpleNamespace:
+        shared.launch = path
+        return shared
+
+    monkeypatch.setattr(build, "_load_module_from_path", load)
+    with ahead._loaded_apart():
+        first, second = (build._load_module_from_path("launcher", path) for path in ("one", "two"))
+    assert (first.launch, second.launch) == ("one", "two")
+    assert build._load_module_from_path is load

@@ -10,7 +10,7 @@ from specattn.kernels.attention import (
     DeterministicSplits,
     TreeAttention,
     extend_attention,
-    plain,
+    reference,
 )
 from specattn.kernels.mla import MlaAttention, mla_extend
 from specattn.testing.oracle import unwritten
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from tests.oracle import Case
 
 NAIVE = {
-    "tree": plain.tree_attention,
-    "lists": plain.csr_attention,
-    "extend": plain.extend_attention,
+    "tree": reference.tree_attention,
+    "lists": reference.csr_attention,
+    "extend": reference.extend_attention,
 }
 TAIL = ("positions", "tail_slots", "tail_positions", "tail_words")
 
