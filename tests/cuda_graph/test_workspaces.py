@@ -89,6 +89,7 @@ for _ in range(2):
     recordings.append(recorder.record(step))
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
     # whoever allocates next is given what was freed
     others = [torch.zeros(32 << 20, dtype=torch.uint8, device="cuda") for _ in range(8)]
     others += [torch.zeros(8 << 20, dtype=torch.uint8, device="cuda") for _ in range(8)]
