@@ -86,7 +86,7 @@ SLOW = (
     "tests/test_core.py",
     "tests/test_pair.py",
     "tests/backends/test_flex.py",
-    "tests/engine/test_drop.py",
+    "tests/engine/test_machine.py",
     "tests/engine/test_engine_distributions.py",
     "tests/engine/test_nonfinite.py",
     "tests/engine/test_processor_distributions.py",

@@ -1,22 +1,18 @@
-"""Texts, and what steps gain, do not depend on who comes and goes; if they did, it would show."""
+"""What holds texts of requests that come and go against each other notices what it should."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request, RequestOutput
-from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling.params import SamplingParams
 from specattn.speculative.step.host_buffers import TokenLogprobs
-from tests.churn import Churn, Dice, Texts, Watch
-from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget
+from tests.churn import Texts, Watch
+from tests.tiny import TinyDraft, TinyTarget
 
 TREE = SpecConfig(3, 3, 8, 32, 4, 4)
-BEST_FIRST = replace(TREE, topk=1, tree="best_first", ranks=3)
 KINDS = [
     Request([3, 14, 15, 9, 26, 5], 12),
     Request([35], 12, SamplingParams(1.0, seed=5)),
@@ -25,42 +21,6 @@ KINDS = [
         [58, 9, 7], 12, SamplingParams(0.9, min_p=0.05, presence_penalty=0.6, seed=8, logprobs=0)
     ),
 ]
-ENGINES = {
-    "EAGLE": (TinyDraft, TREE, {}),
-    "any of three trees": (
-        TinyDraft,
-        TREE,
-        {
-            "configs": [replace(TREE, num_steps=2, topk=1, num_draft_tokens=3), TREE.plain()],
-            "policy": Dice(3),
-        },
-    ),
-    "lookup before DFlash": (
-        lambda: LookupFirst(LookupProposer(1, 4), TinyBlockDraft(4)),
-        BEST_FIRST,
-        {},
-    ),
-}
-
-
-def engine(draft, config, options) -> Engine:
-    return Engine(TinyTarget(), draft(), config, backend="torch_native", buckets=[2, 4], **options)
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_texts_do_not_depend_on_the_company(name):
-    run = engine(*ENGINES[name])
-    texts, slots, ended = Texts(run, KINDS), run.table.num_free_slots, []
-    churn = Churn(run, KINDS, 1)
-    churn.level = 4
-    for at in range(60):
-        ended += churn.step()
-        if at % 20 == 19:
-            ended += churn.drop()
-            assert run.table.num_free_slots == slots
-    assert len(ended) == churn.joins > 10
-    assert max(churn.sizes) == 4
-    texts.hold(ended)
 
 
 def output(*tokens, gains=(), scores=()):
@@ -69,7 +29,8 @@ def output(*tokens, gains=(), scores=()):
 
 
 def test_what_depends_on_the_company_is_noticed():
-    texts = Texts(engine(*ENGINES["EAGLE"]), KINDS)
+    run = Engine(TinyTarget(), TinyDraft(), TREE, backend="torch_native", buckets=[2, 4])
+    texts = Texts(run, KINDS)
     texts.alone = [output(*range(8), gains=(3, 2, 2), scores=[-1.0] * 8)] * 4
     drawn = output(*range(5), gains=(3, 2), scores=[-1.0] * 5)
     texts.hold([(0, drawn), (1, drawn), (3, output(0, 1, 2, 5))])

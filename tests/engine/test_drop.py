@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from functools import partial
 
 import pytest
 
@@ -11,94 +11,13 @@ from specattn.engine.engine import Engine, Request
 from specattn.engine.request import RequestOutput
 from specattn.errors import CapacityError
 from tests.books import check_books
-from tests.churn import Dice
-from tests.samples import half, sampled
-from tests.speculative.test_host_plans import PlanningBackend
+from tests.engines import engine as tiny_engine
 from tests.tiny import dense_greedy
 
 CONTEXT = 64
-SHARED = [7 * i % 61 for i in range(20)]
-# three share a prefix; the last comes to its context's end
-KINDS = [
-    Request([*SHARED, 5], 20),
-    Request([*SHARED, 9, 2], 12),
-    Request([*SHARED, 9], 25),
-    Request([3, 14, 15], 30),
-    Request([35], 9),
-    Request([8] * 40, 99),
-]
-OPTIONS = {
-    "one": {},
-    "piecewise": {"cudagraph": "piecewise"},
-    "tbo": {"tbo": True},
-    "host plans": {"backend": PlanningBackend},
-}
 
 
-@pytest.fixture(scope="module")
-def greedy(models):
-    counts = [min(kind.max_new_tokens, CONTEXT + 1 - len(kind.prompt)) for kind in KINDS]
-    return [
-        dense_greedy(models[0], kind.prompt, count)
-        for kind, count in zip(KINDS, counts, strict=True)
-    ]
-
-
-def engine(models, *trees, page_size=1, **options) -> Engine:
-    config, *more = (SpecConfig(*tree, CONTEXT, 4, page_size) for tree in ((3, 4, 9), *trees))
-    settings = {"backend": "torch_native", "buckets": (1, 4)} | options
-    return Engine(*models, config, configs=more, **settings)
-
-
-@sampled(
-    half,
-    options=OPTIONS,
-    switching={"one setting": False, "switching": True},
-    ahead={"waited": False, "ahead": True},
-)
-def test_whoever_is_dropped_the_others_texts_stay_exact(models, greedy, options, switching, ahead):
-    """At random, also between the launch of a step and its reading, and in mid-prefix."""
-    more = {"policy": Dice(2)} if switching else {}
-    trees = [(2, 1, 3), (0, 1, 1)] if switching else []
-    page_size = 4 if ahead else 1
-    run, rng = engine(models, *trees, page_size=page_size, **more, **options), random.Random(5)
-    slots = run.table.num_free_slots
-    running: list[tuple[int, RequestOutput]] = []
-    ended: list[tuple[int, RequestOutput, list[int]]] = []
-    riding = dropped = 0
-    for _ in range(50):
-        if len(running) < 4 and rng.random() < 0.5:
-            kinds = rng.sample(range(len(KINDS)), rng.randint(1, 4 - len(running)))
-            running += zip(kinds, run.add([KINDS[at] for at in kinds]), strict=True)
-        gained = [result for result, _ in run.step(ahead=ahead)]
-        assert not any(result is gone for result in gained for _, gone, _ in ended)
-        for item in list(running):
-            live = not item[1].finish_reason
-            if live and rng.random() < 0.1:
-                riding += any(
-                    one.result is item[1] for step in run._flight.steps for one in step.group
-                )
-                run.drop(item[1])
-                dropped += 1
-                assert item[1].finish_reason == "dropped"
-                assert item[1].finished_at >= item[1].first_token_at
-            if item[1].finish_reason:
-                running.remove(item)
-                ended.append((*item, list(item[1].tokens)))
-        assert run.num_running == len(running) == 4 - run.table.num_free_rows
-        check_books(run.table)
-    assert dropped > 3
-    assert bool(riding) == (ahead and options.get("backend") is None)
-    for at, result, tokens in ended:
-        assert result.tokens == tokens, "it gained something after its end"
-        want = greedy[at]
-        if result.finish_reason != "dropped":
-            assert len(tokens) == len(want)
-        assert tokens == want[: len(tokens)]
-    for _, result in running:
-        run.drop(result)
-    assert run.num_running == 0
-    assert run.table.num_free_slots == slots
+engine = partial(tiny_engine, (3, 4, 9), backend="torch_native", buckets=(1, 4))
 
 
 def test_who_is_dropped_lets_others_go_on_that_lack_slots(models):
@@ -122,7 +41,7 @@ def test_who_is_dropped_lets_others_go_on_that_lack_slots(models):
 
 
 def test_who_does_not_run_cannot_be_dropped(models):
-    run, other = engine(models), engine(models)
+    run, other = engine(models=models), engine(models=models)
     ended, dropped, live = run.add([Request([35], 1), *(Request([3, 1], 9) for _ in range(2))])
     run.drop(dropped)
     for bad in (ended, dropped, RequestOutput(), *other.add([Request([3], 9)])):
@@ -138,7 +57,7 @@ def test_who_does_not_run_cannot_be_dropped(models):
 
 
 def test_clear_drops_them_all(models):
-    run = engine(models)
+    run = engine(models=models)
     results = run.add([Request([35], 1), Request([3], 9), Request([9], 9)])
     run.clear()
     assert [result.finish_reason for result in results] == ["length", "dropped", "dropped"]
@@ -147,7 +66,7 @@ def test_clear_drops_them_all(models):
 
 def test_a_drop_that_is_refused_leaves_the_request_running(models):
     """Between the parts of a step of its row, which keeps it."""
-    run, refused = engine(models, cudagraph="piecewise"), []
+    run, refused = engine(models=models, cudagraph="piecewise"), []
     result, other = run.add([Request([3, 14], 9), Request([5], 9)])
     row = run.running[0].row
 

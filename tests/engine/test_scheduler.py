@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specattn.cache.slot_table import SlotTable
 from specattn.config import SpecConfig
@@ -120,3 +123,105 @@ def test_what_was_admitted_is_undone():
     assert one.running == kept
     assert one.table.rows == rows
     check_books(one.table)
+
+
+COUNT = st.integers(1, 3)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests of few prompts, of which many begin alike; a step gains any number of tokens."""
+
+    @initialize(num_slots=st.sampled_from([60, 200]), page_size=st.sampled_from([1, 4]))
+    def start(self, num_slots, page_size):
+        policy = lambda observed: observed.configs[self.choice % len(observed.configs)]  # noqa: E731
+        configs = [DEEP, SHALLOW, PLAIN]
+        self.one = scheduler(*configs, policy=policy, num_slots=num_slots, page_size=page_size)
+        self.choice, self.free = 0, self.one.table.num_free_slots
+        self.admit(1, 9, 30)
+
+    def note(self, *admitted):
+        for one in admitted:
+            assert one.length == self.one.table.committed(one.row), "what is shared is committed"
+            shared, slots = one.length, self.one.table.req_to_token[one.row, : one.length]
+            for other in self.one.running if shared else ():
+                theirs = self.one.table.req_to_token[other.row, :shared]
+                # slots of others are those of the same tokens, which hold KV
+                if (theirs == slots).all():
+                    assert list(other.tokens[: shared + 1]) == list(one.tokens[: shared + 1])
+            one.length = len(one.request.prompt)
+            self.one.append(one, [7])
+        self.one.remove_ended()
+
+    @precondition(lambda self: self.one.num_free)
+    @rule(count=COUNT, length=st.integers(1, CONTEXT), new=st.integers(1, 40))
+    def admit(self, count, length, new):
+        requests = [Request([*range(length - 1), at], new) for at in range(count)]
+        requests = requests[: self.one.num_free]
+        running, rows = list(self.one.running), self.one.table.rows
+        items = [(request, RequestOutput()) for request in requests]
+        try:
+            while items:
+                now, items = self.one.wave(items)
+                assert now, "somebody comes first"
+                self.note(*self.one.admit(now, whole=False))
+        except CapacityError:
+            gone = [one for one in running if one.result.finish_reason]
+            self.one.roll_back([one for one in running if one not in gone], rows)
+
+    @precondition(lambda self: self.one.running)
+    @rule(choice=st.integers(0, 2), gains=st.lists(st.integers(1, 6), min_size=6, max_size=6))
+    def step(self, choice, gains):
+        """One step, and perhaps one that is launched before its tokens are known."""
+        self.choice = choice
+        try:
+            groups = self.one.schedule()
+        except CapacityError:
+            # nobody has slots: somebody has to go
+            return self.drop(0)
+        taking = [one for group in groups.values() for one in group]
+        assert len({one.row for one in taking}) == len(taking)
+        for config, group in groups.items():
+            for one in group:
+                assert self.one.table.room(one.row) >= one.length + config.reserve_len
+        config, group = next(iter(groups.items()))
+        ahead = self.one.schedule_ahead(config, group) if len(groups) == 1 else {}
+        for following, later in ahead.items():
+            assert set(later) <= set(group)
+            for one in later:
+                need = one.length + config.num_steps + 1 + following.reserve_len
+                assert self.one.table.room(one.row) >= need
+        for done, group in [*groups.items(), *ahead.items()]:
+            for one, gain in zip(group, gains, strict=False):
+                # one that ended rides along
+                if not one.result.finish_reason:
+                    one.length += min(gain, done.num_steps + 1)
+                    self.one.append(one, [7] * min(gain, done.num_steps + 1))
+        self.one.remove_ended()
+
+    @precondition(lambda self: self.one.running)
+    @rule(at=st.integers(0, 2))
+    def drop(self, at):
+        result = self.one.running[at % len(self.one.running)].result
+        self.one.drop(result)
+        assert result.finish_reason == "dropped"
+
+    @precondition(lambda self: len(self.one.running) > 2)
+    @rule()
+    def clear(self):
+        count = len(self.one.running)
+        assert self.one.clear(table=False) == count
+
+    @invariant()
+    def rows_belong_to_whoever_runs(self):
+        check_books(self.one.table)
+        assert sorted(self.one.table.rows) == sorted(one.row for one in self.one.running)
+        assert all(not one.result.finish_reason for one in self.one.running)
+
+    def teardown(self):
+        self.one.clear(table=False)
+        self.rows_belong_to_whoever_runs()
+        assert self.one.table.num_free_slots == self.free
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=40, stateful_step_count=25)
