@@ -18,6 +18,7 @@ from specattn.errors import UnsupportedError
 from specattn.plan import ExtendPlan, MultiStepDims
 from tests.attention.test_multi_step import feed
 from tests.books import check_books
+from tests.engines import engine as tiny_engine
 from tests.tiny import DenseAttend, TinyTarget, dense_greedy
 from tests.tiny_mla import TinyMlaDraft, TinyMlaTarget, expand
 
@@ -85,10 +86,7 @@ def test_absorbed_over_the_pool_equals_expanded(models, name):
 
 
 def engine(models, tree: str, **options) -> Engine:
-    steps, topk, nodes = TREES[tree]
-    page_size = options.pop("page_size", 1)
-    config = SpecConfig(steps, topk, nodes, max_context_len=64, max_num_reqs=4, page_size=page_size)
-    return Engine(*models, config, **options)
+    return tiny_engine(TREES[tree], models=models, **options)
 
 
 @pytest.mark.parametrize(

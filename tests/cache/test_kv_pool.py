@@ -98,7 +98,7 @@ def test_freeing_one_sharer_leaves_the_other_intact():
     assert books.num_free_slots == 252
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_no_sequence_of_calls_leaks_a_page(data):
     books = table(page_size=data.draw(st.sampled_from([1, 4])), max_num_reqs=4, num_slots=200)

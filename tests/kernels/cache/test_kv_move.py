@@ -6,10 +6,13 @@ import random
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from specattn.kernels.cache import commit_kv, store_kv
 from tests.caches import scattered
-from tests.kernels.tree_oracle import DEVICE, random_tree
+from tests.implementations import EXAMPLES, by_each
+from tests.kernels.tree_oracle import DEVICE
 
 
 def expected_pool(pool, tail_slots, accept_index):
@@ -41,37 +44,57 @@ def pools(layers, slots, heads, k_dim, v_dim, dtype=torch.float32):
     )
 
 
-def paths(rng, batch, n, steps):
-    """Accepted paths of random trees, padded with -1."""
-    rows = []
-    for _ in range(batch):
-        tree = random_tree(rng, n, max(steps, 1))
-        path = tree.ancestors(rng.randrange(n))[::-1] if steps else [0]
-        rows.append(path + [-1] * (steps + 1 - len(path)))
-    return rows
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
-SHAPES = [  # batch, n, steps, layers, heads, k_dim, v_dim
-    (1, 1, 0, 1, 1, 4, 4),
-    (4, 3, 1, 2, 1, 3, 5),
-    (2, 3, 2, 2, 1, 3, 5),
-    (3, 7, 3, 2, 3, 5, 5),
-    (4, 33, 6, 1, 2, 9, 3),
-    (2, 70, 64, 1, 1, 20, 20),
-]
+def move(batch, n, length, layers, heads, widths, dtype, seed):
+    """Any paths, within their trees and beyond them, of pools within others.
+
+    Slots below 0 are neither read nor written, and those before the first are somebody's. The last
+    request is padding, whose slots are all 0.
+    """
+    rng = random.Random(seed)
+    k_dim, v_dim = widths
+    shape = (layers, batch * n + 20, 3, heads, max(widths) + 2)
+    storage = torch.randint(-99, 99, shape, device=DEVICE).to(dtype)
+    slots = rng.sample(range(1, batch * n + 17), batch * n)
+    slots = [slot if rng.random() < 0.9 else -1 for slot in slots]
+    tails = [slots[b * n : (b + 1) * n] for b in range(batch)]
+    if batch > 1:
+        tails[-1] = [0] * n
+    nodes = [*range(-1, n + 2)]
+    paths = [[0, *rng.choices(nodes, k=length)] for _ in range(batch)]
+    # ancestors first, as of trees
+    paths[0][1:] = sorted(paths[0][1:], key=lambda node: (node < 0, node))
+    want = storage.clone()
+    wide = torch.full((batch, n + 2), 1, dtype=torch.int32, device=DEVICE)
+    wide[:, :n] = torch.tensor(tails)
+
+    def pools(whole):
+        # behind three slots, and in the midst of other columns
+        return whole[:, 3:, 0, :, :k_dim], whole[:, 3:, 2, :, 1 : 1 + v_dim]
+
+    for pool in pools(want):
+        pool.copy_(expected_pool(pool, tails, paths))
+    commit_kv(*pools(storage), wide[:, :n], torch.tensor(paths, dtype=torch.int32, device=DEVICE))
+    assert torch.equal(storage, want)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_random_paths(implementation, shape):
-    batch, n, steps, layers, heads, k_dim, v_dim = shape
-    rng = random.Random(n)
-    slots = rng.sample(range(1, batch * n + 20), batch * n)
-    tails = [slots[i * n : (i + 1) * n] for i in range(batch)]
-    check(
-        *pools(layers, batch * n + 20, heads, k_dim, v_dim),
-        tails,
-        paths(rng, batch, n, steps),
-    )
+@settings(max_examples=EXAMPLES)
+@given(
+    batch=st.integers(1, 4),
+    n=st.integers(1, 9) | st.just(33),
+    length=st.integers(0, 7),
+    layers=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    widths=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    dtype=st.sampled_from([*FLOATS, torch.uint8]),
+    seed=st.integers(0, 2**32),
+)
+@example(2, 70, 64, 1, 1, (20, 20), torch.float32, 0)
+@by_each
+def test_any_paths(batch, n, length, layers, heads, widths, dtype, seed):
+    move(batch, n, length, layers, heads, widths, dtype, seed)
 
 
 @pytest.mark.parametrize(
@@ -80,26 +103,6 @@ def test_random_paths(implementation, shape):
 def test_overlapping_path(implementation, path):
     """Slot 2 is read for rank 1 and written for rank 2; order must not matter."""
     check(*pools(3, 12, 2, 6, 4), [[7, 3, 11, 1, 9, 4]], [path])
-
-
-def test_padding_touches_only_slot_zero(implementation):
-    k_pool, v_pool = pools(2, 9, 1, 4, 4)
-    tails = [[3, 1, 8], [0, 0, 0], [0, 0, 0]]
-    check(k_pool, v_pool, tails, [[0, 2, -1], [0, 2, 1], [0, -1, -1]])
-
-
-def test_nodes_outside_the_row_are_skipped(implementation):
-    check(*pools(1, 9, 1, 4, 4), [[3, 1, 8]], [[0, 3, 2, 1]])
-
-
-def test_slots_below_zero_are_neither_read_nor_written(implementation):
-    """The pools are views within others, so that a slot before the first is somebody's."""
-    whole = pools(2, 12, 1, 4, 4)
-    k_pool, v_pool = (pool[:, 3:] for pool in whole)
-    before = [pool[:, :3].clone() for pool in whole]
-    check(k_pool, v_pool, [[3, -1, 8], [-1, 5, 2]], [[0, 2, 1], [0, 2, -1]])
-    for pool, kept in zip(whole, before, strict=True):
-        assert torch.equal(pool[:, :3], kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -119,41 +122,6 @@ def test_a_store_skips_slots_below_zero(implementation, dtype, stored, dense):
         assert torch.equal(cache[to].float(), new[tokens])
     kept = [slot for slot in range(14) if slot - 4 not in to]
     assert whole.float()[:, kept].isnan().all()
-
-
-@pytest.mark.parametrize("path", [[0, 2], [0, 1], [0, -1]])
-def test_a_path_of_two_nodes_moves_its_second(implementation, path):
-    check(*pools(2, 9, 1, 4, 4), [[3, 1, 8]], [path])
-
-
-def test_a_path_longer_than_its_tree_writes_nothing_past_it(implementation):
-    """The slots behind a request's row belong to others."""
-    k_pool, v_pool = pools(2, 12, 1, 4, 4)
-    wide = torch.tensor([[3, 1, 8, 5, 6], [2, 9, 4, 7, 11]], dtype=torch.int32, device=DEVICE)
-    path = [[0, 2, 1, 1, 2], [0, 1, 2, 2, 0]]
-    expect = [expected_pool(pool, wide[:, :3].tolist(), path) for pool in (k_pool, v_pool)]
-    commit_kv(k_pool, v_pool, wide[:, :3], torch.tensor(path, dtype=torch.int32, device=DEVICE))
-    assert torch.equal(k_pool, expect[0])
-    assert torch.equal(v_pool, expect[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8])
-def test_dtypes_move_as_bits(implementation, dtype):
-    check(*pools(2, 9, 2, 5, 3, dtype), [[3, 1, 8, 5]], [[0, 2, 3]])
-
-
-def test_strided_pools_and_tails(implementation):
-    """Slots of a layer may be interleaved with other data; nothing between them moves."""
-    storage = torch.randn(2, 20, 3, 2, 8, device=DEVICE)
-    k_pool, v_pool = storage[:, :, 0, :, :5], storage[:, :, 2, :, 1:7]
-    untouched = storage[:, :, 1].clone()
-    wide = torch.tensor([[4, 2, 9, 6, 0], [1, 8, 3, 5, 0]], dtype=torch.int32, device=DEVICE)
-    accept = torch.tensor([[0, 2, 3], [0, 3, -1]], dtype=torch.int32, device=DEVICE)
-    expect = [expected_pool(p, wide[:, :4].tolist(), accept.tolist()) for p in (k_pool, v_pool)]
-    commit_kv(k_pool, v_pool, wide[:, :4], accept)
-    assert torch.equal(k_pool, expect[0])
-    assert torch.equal(v_pool, expect[1])
-    assert torch.equal(storage[:, :, 1], untouched)
 
 
 def check_layers(k_pool, v_pool, **options):

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from specattn.kernels.indices import KeySlots, fill_lists
 from specattn.kernels.masks import pack_masks
+from tests.implementations import EXAMPLES, by_each
 from tests.kernels.tree_oracle import DEVICE
 from tests.oracle import Case, make_tree_case
 
 CANARY = 171
 
 CASES = {
-    "tree": {"lengths": [37, 0, 130, 1], "q_len": 5},
-    "one_node": {"lengths": [3, 0], "q_len": 1},
     "below_a_byte": {"lengths": [0, 0, 1], "q_len": 2},
-    "late_draft": {"lengths": [9, 64, 0], "q_len": 3, "tail_len": 12, "mode": "draft"},
-    "two_words": {"lengths": [31, 5], "q_len": 7, "tail_len": 70, "mode": "any"},
-    "padded": {"lengths": [600, 2], "q_len": 4, "pads": 3},
     "many_programs": {"lengths": [1500], "q_len": 11},
+    "padded": {"lengths": [600, 2], "q_len": 4, "pads": 3},
 }
+
+
+@st.composite
+def forwards(draw):
+    q_len, mode = draw(st.integers(1, 7)), draw(st.sampled_from(["tree", "chain", "any", "draft"]))
+    steps = draw(st.integers(1, 4) | st.just(20))
+    return {
+        "lengths": draw(st.lists(st.integers(0, 70), min_size=1, max_size=4)),
+        "q_len": q_len,
+        "tail_len": q_len * steps if mode == "draft" else q_len + 3 * steps,
+        "mode": mode,
+        "pads": draw(st.integers(0, 2)),
+        "seed": draw(st.integers(0, 99)),
+    }
 
 
 def tensors(
@@ -50,11 +62,16 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return wide[..., : tensor.shape[-1]]
 
 
-@pytest.mark.parametrize(("window", "reach"), [(-1, 10_000), (6, 10_000), (6, 6), (3, -1), (3, 0)])
-@pytest.mark.parametrize("name", CASES)
-def test_lists_are_the_prefix_then_the_tail(name, window, reach, implementation):
+@settings(max_examples=EXAMPLES)
+@given(forwards(), st.sampled_from([(-1, 10_000), (6, 10_000), (6, 6), (3, -1), (3, 0)]))
+@example(CASES["below_a_byte"], (-1, 10_000))
+@example(CASES["many_programs"], (-1, 10_000))
+@example(CASES["padded"], (6, 6))
+@by_each
+def test_lists_are_the_prefix_then_the_tail(form, sight):
     """With a window, keys no query sees are left out by the host, or replaced."""
-    case = make_tree_case(**CASES[name], device=DEVICE)
+    window, reach = sight
+    case = make_tree_case(**form, device=DEVICE)
     tail = case.args["tail_slots"].shape[1]
     args, lists, _ = tensors(case, max(reach, 1 - tail))
     out = torch.full((int(lists[-1]) + 5,), -CANARY, dtype=torch.int32, device=DEVICE)
@@ -120,10 +137,15 @@ def brute_force(case: Case, reach: int) -> list[int]:
     return packed
 
 
-@pytest.mark.parametrize(("window", "reach"), [(-1, 10_000), (0, 0), (6, 10_000), (6, 6)])
-@pytest.mark.parametrize("name", CASES)
-def test_masks_are_packed_from_words_and_positions(name, window, reach, implementation):
-    case = make_tree_case(**CASES[name], window_left=window, device=DEVICE)
+@settings(max_examples=EXAMPLES)
+@given(forwards(), st.sampled_from([(-1, 10_000), (0, 0), (6, 10_000), (6, 6)]))
+@example(CASES["below_a_byte"], (0, 0))
+@example(CASES["many_programs"], (-1, 10_000))
+@example(CASES["padded"], (6, 10_000))
+@by_each
+def test_masks_are_packed_from_words_and_positions(form, sight):
+    window, reach = sight
+    case = make_tree_case(**form, window_left=window, device=DEVICE)
     args, lists, masks = tensors(case, reach)
     out = torch.full((int(masks[-1]) + 5,), CANARY, dtype=torch.uint8, device=DEVICE)
     words = strided(args["tail_words"])

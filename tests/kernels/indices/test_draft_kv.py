@@ -6,8 +6,11 @@ import random
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from specattn.kernels.indices import KeySlots, draft_kv_width, fill_draft_kv, fill_draft_tails
+from tests.implementations import EXAMPLES, by_each
 from tests.kernels.tree_oracle import DEVICE, to_word
 
 CANARY = -99
@@ -103,20 +106,18 @@ def check(case, indptr, indices):
         assert set(indptr[step].tolist()[len(offsets) :]) <= {CANARY}
 
 
-SHAPES = [  # lens, topk, steps, max_len
-    ([3, 5], 2, 3, 12),
-    ([0], 1, 1, 4),
-    ([7, 0, 2, 9, 1], 3, 4, 11),
-    ([6, 6], 10, 7, 9),
-    ([1030, 3, 2047], 2, 2, 2050),
-    ([4], 8, 9, 6),
-    ([*range(8), *range(122)][:130], 1, 1, 122),
-]
-
-
-@pytest.mark.parametrize(("lens", "topk", "steps", "max_len"), SHAPES)
-def test_all_steps_in_one_call(implementation, lens, topk, steps, max_len):
-    case = Case(random.Random(topk), lens, topk, steps, max_len)
+@settings(max_examples=EXAMPLES)
+@given(
+    lens=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    topk=st.integers(1, 10),
+    steps=st.integers(1, 9),
+    room=st.integers(0, 4),
+)
+@example([1030, 3, 2047], 2, 2, 3)
+@example([*range(8), *range(122)], 1, 1, 1)
+@by_each
+def test_all_steps_in_one_call(lens, topk, steps, room):
+    case = Case(random.Random(topk), lens, topk, steps, max(*lens, 1) + room)
     keys, words, lists, indptr, indices = case.tensors()
     fill_draft_kv(keys, words, **lists)
     check(case, indptr, indices)

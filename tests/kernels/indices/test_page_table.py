@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from specattn.kernels.indices import (
     KeySlots,
@@ -16,7 +18,7 @@ from specattn.kernels.indices import (
     fill_page_table,
     fill_slots,
 )
-from tests.implementations import IMPLEMENTATIONS, using
+from tests.implementations import EXAMPLES, IMPLEMENTATIONS, by_each, using
 from tests.kernels.tree_oracle import DEVICE, to_word
 
 CANARY = -99
@@ -33,21 +35,18 @@ def slot_lists(rng: random.Random, lens: list[int], tail: int, max_len: int):
     return rows, table, tails, wide[:, :tail]
 
 
-@pytest.mark.parametrize(
-    ("lens", "q_len", "tail", "max_len", "window"),
-    [
-        ([3, 0, 7], 1, 1, 9, -1),
-        ([0], 4, 4, 1, -1),
-        ([5, 11, 2, 0], 1, 3, 11, -1),
-        ([1500, 3, 0, 1024], 5, 5, 2000, -1),
-        ([5, 40, 0, 7], 4, 4, 40, 6),
-        ([5, 40, 0], 1, 3, 41, 0),
-        ([9, 2], 3, 3, 12, 50),
-    ],
+@settings(max_examples=EXAMPLES)
+@given(
+    lens=st.lists(st.integers(0, 40), min_size=1, max_size=5),
+    q_len=st.integers(1, 5),
+    more=st.integers(0, 8),
+    window=st.sampled_from([-1, 0, 6, 50]),
 )
-def test_page_table_is_prefix_then_tail_from_the_window_on(
-    implementation, lens, q_len, tail, max_len, window
-):
+@example([0], 4, 0, -1)
+@example([1500, 3, 0, 1024], 5, 0, -1)
+@by_each
+def test_page_table_is_prefix_then_tail_from_the_window_on(lens, q_len, more, window):
+    tail, max_len = q_len + more, max(*lens, 1)
     rng = random.Random(tail)
     rows, table, tails, tail_slots = slot_lists(rng, lens, tail, max_len)
     width = max_len + tail if window < 0 else min(max_len + tail, window + q_len)
@@ -157,8 +156,12 @@ def test_blocks_become_slots(
         assert reserved[row] == (length if row in wanted or not row else CANARY)
 
 
-@pytest.mark.parametrize(("batch", "q_len", "tail"), [(3, 4, 4), (2, 3, 9), (1, 1, 1), (2, 2, 130)])
-def test_ancestors_are_packed_in_bit_order(implementation, batch, q_len, tail):
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 70))
+@example(2, 2, 128)
+@by_each
+def test_ancestors_are_packed_in_bit_order(batch, q_len, more):
+    tail = q_len + more
     rng = random.Random(tail)
     _, _, tails, tail_slots = slot_lists(rng, [0] * batch, tail, 1)
     count = -(-tail // 64)

@@ -6,11 +6,14 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specattn.batch import ForwardMode
 from specattn.config import SpecConfig
 from specattn.kernels.indices import KeySlots, fill_window
 from specattn.plan import AttnInputs, AttnPlan
+from tests.implementations import EXAMPLES, by_each
 from tests.kernels.tree_oracle import DEVICE, POISON, poisoned
 from tests.recordings import recorded
 
@@ -58,11 +61,10 @@ class Window:
         ]
 
 
-SIZES = [(1, 1, 1, 1), (3, 7, 7, 1), (5, 12, 3, 4), (17, 5, 2, 8), (2, 33, 0, 3)]
-
-
-@pytest.mark.parametrize(("batch", "width", "steps", "topk"), SIZES)
-def test_windows(implementation, batch, width, steps, topk):
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 17), st.integers(1, 33), st.integers(0, 3), st.integers(1, 8))
+@by_each
+def test_windows(batch, width, steps, topk):
     """Columns beyond the table are slot 0, which belongs to padding."""
     window = Window(batch, width, steps, topk)
     window.run()

@@ -171,7 +171,7 @@ def problems(draw):
     return texts, draw(st.integers(1, 40)), settings
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(problems())
 def test_fuzz_naive(problem):
     texts, nodes, numbers = problem
@@ -179,7 +179,7 @@ def test_fuzz_naive(problem):
         check(texts, nodes, **numbers)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(problems())
 def test_fuzz_triton(problem):
     texts, nodes, numbers = problem

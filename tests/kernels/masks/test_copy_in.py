@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specattn.kernels.masks import PlanInputs, Window, copy_in_prompts, copy_in_rows, copy_in_steps
 from specattn.masks import full_mask, packed_mask, qlen_mask
+from tests.implementations import EXAMPLES, by_each
 from tests.kernels.tree_oracle import DEVICE, POISON, poisoned, random_tree, to_word
 from tests.recordings import recorded
 
@@ -103,39 +106,31 @@ def chain(n: int) -> list[list[int]]:
     ]
 
 
-SIZES = [(1, 1), (3, 5), (2, 8), (4, 17), (5, 33)]
 KINDS = ["qlen", "qlen_bits", "full", "full_bits"]
+# of a byte, of a word, and of several
+NODES = st.integers(1, 40) | st.sampled_from([63, 64, 65, 100, 130])
 
 
-@pytest.mark.parametrize(("batch", "n"), SIZES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_trees_come_from_masks_of_every_kind(implementation, batch, n, kind):
-    host = Host(batch, n, seed=n)
-    host.copy_in(host.mask(kind), kind)
+@settings(max_examples=EXAMPLES)
+@given(
+    batch=st.integers(1, 4),
+    n=NODES,
+    kind=st.sampled_from(KINDS),
+    counted=st.sampled_from([0, 1, 5]),
+    dtype=st.sampled_from(INTS),
+    seed=st.integers(0, 999),
+)
+@by_each
+def test_trees_come_from_masks_of_every_kind(batch, n, kind, counted, dtype, seed):
+    host = Host(batch, n, seed, context=200)
+    host.copy_in(host.mask(kind), kind, counted, dtype)
     host.check()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_trees_of_several_words(implementation, kind):
-    for batch, n in ((3, 64), (2, 100), (1, 130)):
-        host = Host(batch, n, seed=n, context=200)
-        host.copy_in(host.mask(kind), kind)
-        host.check()
 
 
 @pytest.mark.parametrize("kind", ["full", "full_bits"])
 def test_masks_of_many_requests_begin_where_the_one_before_ends(implementation, kind):
     host = Host(300, 2)
     host.copy_in(host.mask(kind), kind)
-    host.check()
-
-
-@pytest.mark.parametrize("dtype", INTS)
-@pytest.mark.parametrize("counted", [0, 1, 5])
-@pytest.mark.parametrize("kind", ["qlen", "full"])
-def test_lengths_of_any_kind(implementation, dtype, counted, kind):
-    host = Host(4, 5)
-    host.copy_in(host.mask(kind), kind, counted, dtype)
     host.check()
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specattn.batch import Marginals
 from specattn.kernels.tree import best_first_tree
-from tests.implementations import using
+from tests.implementations import EXAMPLES, by_each, using
 from tests.kernels.tree_oracle import DEVICE, Tree, as_lists, poisoned, poisoned_tree
 
 
@@ -164,28 +164,17 @@ def test_rows_with_a_stride(implementation):
     check(blocks[::-1], 40)
 
 
-def fuzz(implementation, shape, seed, style, n):
-    length, ranks = shape
-    rng = random.Random(seed)
-    prefixes = sum(ranks**depth for depth in range(length + 1))
-    with using(implementation):
-        check([random_block(rng, length, ranks, style=style)], min(n, prefixes, 256))
-
-
 SHAPE = st.sampled_from([(1, 3), (2, 2), (2, 9), (3, 3), (4, 2), (5, 3), (7, 2)])
 STYLE = st.sampled_from(["plain", "peaked", "ties"])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=EXAMPLES)
 @given(SHAPE, st.integers(0, 2**32), STYLE, st.integers(1, 80))
-def test_fuzz_naive(shape, seed, style, n):
-    fuzz("naive", shape, seed, style, n)
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(SHAPE, st.integers(0, 2**32), STYLE, st.integers(1, 80))
-def test_fuzz_triton(shape, seed, style, n):
-    fuzz("triton", shape, seed, style, n)
+@by_each
+def test_any_block(shape, seed, style, n):
+    length, ranks = shape
+    prefixes = sum(ranks**depth for depth in range(length + 1))
+    check([random_block(random.Random(seed), length, ranks, style=style)], min(n, prefixes, 256))
 
 
 def test_no_requests(implementation):

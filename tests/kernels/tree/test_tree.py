@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specattn.batch import Candidates
 from specattn.kernels.tree import build_tree
-from tests.implementations import using
+from tests.implementations import EXAMPLES, by_each, using
 from tests.kernels.tree_oracle import (
     DEVICE,
     as_lists,
@@ -76,118 +76,28 @@ def test_golden_collapse_and_cross(implementation):
 # The candidates of sglang#3373's unit test, in our layout: scores, tokens, parents.
 PUBLISHED = [
     (
-        [
-            7.1127e-01,
-            2.8292e-01,
-            2.2995e-03,
-            1.7357e-03,
-            6.9142e-01,
-            1.2863e-02,
-            1.6873e-03,
-            1.1871e-03,
-            2.4787e-01,
-            1.8818e-02,
-            1.4204e-02,
-            9.2235e-04,
-            2.2971e-03,
-            1.6700e-06,
-            1.8737e-07,
-            8.3146e-08,
-            1.2771e-03,
-            2.4374e-04,
-            1.7832e-04,
-            1.1947e-05,
-            6.6438e-01,
-            2.6997e-02,
-            2.4236e-05,
-            4.0821e-06,
-            2.4402e-01,
-            2.8409e-03,
-            5.0935e-04,
-            2.9022e-04,
-            1.6178e-02,
-            2.0567e-03,
-            4.5892e-04,
-            3.0034e-05,
-            1.3023e-02,
-            5.0497e-04,
-            3.6371e-04,
-            8.7750e-05,
-            6.6420e-01,
-            1.0525e-04,
-            6.5864e-05,
-            1.2253e-06,
-            1.3019e-01,
-            1.0461e-01,
-            5.2083e-03,
-            1.6777e-03,
-            2.0103e-02,
-            6.7335e-03,
-            1.2625e-04,
-            1.0364e-05,
-            1.5142e-02,
-            7.0819e-04,
-            9.6595e-05,
-            8.7951e-05,
-        ],
+        """
+        7.1127e-01 2.8292e-01 2.2995e-03 1.7357e-03 6.9142e-01 1.2863e-02 1.6873e-03 1.1871e-03
+        2.4787e-01 1.8818e-02 1.4204e-02 9.2235e-04 2.2971e-03 1.6700e-06 1.8737e-07 8.3146e-08
+        1.2771e-03 2.4374e-04 1.7832e-04 1.1947e-05 6.6438e-01 2.6997e-02 2.4236e-05 4.0821e-06
+        2.4402e-01 2.8409e-03 5.0935e-04 2.9022e-04 1.6178e-02 2.0567e-03 4.5892e-04 3.0034e-05
+        1.3023e-02 5.0497e-04 3.6371e-04 8.7750e-05 6.6420e-01 1.0525e-04 6.5864e-05 1.2253e-06
+        1.3019e-01 1.0461e-01 5.2083e-03 1.6777e-03 2.0103e-02 6.7335e-03 1.2625e-04 1.0364e-05
+        1.5142e-02 7.0819e-04 9.6595e-05 8.7951e-05
+        """,
         {0: 29896, 1: 29906, 4: 29889, 8: 29974, 20: 29946, 24: 29896, 36: 29946},
         [-1, 0, 1, 2, 3, 4, 8, 9, 10, 20, 24, 21, 28],
     ),
     (
-        [
-            9.7476e-01,
-            2.2219e-02,
-            6.5031e-04,
-            1.3212e-04,
-            8.4832e-02,
-            6.6068e-02,
-            5.8304e-02,
-            5.7851e-02,
-            2.3616e-03,
-            1.1243e-03,
-            5.4368e-04,
-            2.7768e-04,
-            2.5286e-04,
-            1.5578e-04,
-            2.8817e-05,
-            1.2888e-05,
-            1.2834e-04,
-            2.5417e-06,
-            1.1279e-06,
-            1.6088e-08,
-            2.3263e-02,
-            2.0054e-02,
-            9.3990e-03,
-            2.7783e-03,
-            6.4156e-02,
-            5.5506e-04,
-            1.0429e-04,
-            9.7211e-05,
-            4.9950e-02,
-            5.0630e-03,
-            9.0068e-04,
-            3.3656e-04,
-            7.5817e-03,
-            8.5731e-04,
-            6.9972e-04,
-            6.0793e-04,
-            5.8608e-02,
-            1.8840e-03,
-            7.8535e-04,
-            4.4400e-04,
-            1.2185e-02,
-            2.0684e-03,
-            1.7418e-03,
-            1.4327e-03,
-            6.2455e-03,
-            6.1487e-03,
-            2.6862e-03,
-            1.8034e-03,
-            1.8590e-03,
-            1.6151e-03,
-            1.2481e-03,
-            3.6038e-04,
-        ],
+        """
+        9.7476e-01 2.2219e-02 6.5031e-04 1.3212e-04 8.4832e-02 6.6068e-02 5.8304e-02 5.7851e-02
+        2.3616e-03 1.1243e-03 5.4368e-04 2.7768e-04 2.5286e-04 1.5578e-04 2.8817e-05 1.2888e-05
+        1.2834e-04 2.5417e-06 1.1279e-06 1.6088e-08 2.3263e-02 2.0054e-02 9.3990e-03 2.7783e-03
+        6.4156e-02 5.5506e-04 1.0429e-04 9.7211e-05 4.9950e-02 5.0630e-03 9.0068e-04 3.3656e-04
+        7.5817e-03 8.5731e-04 6.9972e-04 6.0793e-04 5.8608e-02 1.8840e-03 7.8535e-04 4.4400e-04
+        1.2185e-02 2.0684e-03 1.7418e-03 1.4327e-03 6.2455e-03 6.1487e-03 2.6862e-03 1.8034e-03
+        1.8590e-03 1.6151e-03 1.2481e-03 3.6038e-04
+        """,
         {0: 13, 4: 22550, 5: 4136, 6: 16492, 7: 8439, 24: 29871, 36: 29941},
         [-1, 0, 1, 2, 3, 4, 5, 6, 7, 24, 28, 20, 21],
     ),
@@ -196,6 +106,7 @@ PUBLISHED = [
 
 def test_golden_published_by_sglang(implementation):
     scores, tokens, parents = zip(*PUBLISHED, strict=True)
+    scores = [[float(score) for score in row.split()] for row in scores]
     tokens = [[row.get(f, -1) for f in range(52)] for row in tokens]
     got = build(scores, tokens, parents, [29974, 13], [5, 10], topk=4, n=8)
     assert got["positions"] == [
@@ -242,31 +153,14 @@ def test_shapes(implementation, topk, steps, n):
     )
 
 
-@st.composite
-def shapes(draw):
-    topk, steps = draw(st.integers(1, 10)), draw(st.integers(1, 4))
-    nodes = 1 + draw(st.integers(1, topk + (steps - 1) * topk**2))
-    return topk, steps, min(nodes, 80)
-
-
-def fuzz(implementation, shape, seed, ties, broken):
-    topk, steps, n = shape
-    rng = random.Random(seed)
+@settings(max_examples=EXAMPLES)
+@given(st.data(), st.integers(1, 10), st.integers(1, 4), st.booleans(), st.booleans())
+@by_each
+def test_any_tree(data, topk, steps, ties, broken):
+    n = 1 + data.draw(st.integers(1, min(topk + (steps - 1) * topk**2, 79)), "nodes")
+    rng = random.Random(data.draw(st.integers(0, 2**32), "seed"))
     case = random_candidates(rng, topk, steps, ties=ties, broken=broken)
-    with using(implementation):
-        check_against_definition([case], topk, n)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(shapes(), st.integers(0, 2**32), st.booleans(), st.booleans())
-def test_fuzz_naive(shape, seed, ties, broken):
-    fuzz("naive", shape, seed, ties, broken)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(shapes(), st.integers(0, 2**32), st.booleans(), st.booleans())
-def test_fuzz_triton(shape, seed, ties, broken):
-    fuzz("triton", shape, seed, ties, broken)
+    check_against_definition([case], topk, n)
 
 
 def test_plain_decoding_is_the_root_alone(implementation):
