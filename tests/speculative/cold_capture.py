@@ -43,7 +43,7 @@ LLAMA = LlamaConfig(
     vocab_size=512,
     max_position_embeddings=CONTEXT,
 )
-TREE = SpecConfig(3, 1, 4, CONTEXT, 2)
+TREE = SpecConfig(2, 1, 3, CONTEXT, 2)
 
 
 class Counting(OfflineDriver):

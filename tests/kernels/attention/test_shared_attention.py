@@ -51,8 +51,9 @@ CASES: dict[str, dict[str, Any]] = {
     "chain": {"q_len": 6, "mode": "chain"},
     "draft": {"q_len": 4, "tail_len": 12, "mode": "draft"},
     "padded": {"pads": 3},
-    "rows_across_blocks": {"q_len": 3, "heads": (8, 2)},
-    "two_m_tiles": {"q_len": 6, "heads": (8, 2)},
+    # of 16 rows each
+    "rows_across_blocks": {"q_len": 3, "heads": (8, 2), "dtype": torch.float32},
+    "two_m_tiles": {"q_len": 6, "heads": (8, 2), "dtype": torch.float32},
     "group_7": {"q_len": 3, "heads": (7, 1)},
     "any_bits": {"q_len": 5, "tail_len": 70, "mode": "any"},
     "cap": {"logit_cap": 2.0, "scale": 2.0},

@@ -42,7 +42,7 @@ LSE = (True, False) if DEVICE == "cpu" else (True,)
 # what differs from: a random tree of 4 nodes, 4 query and 2 KV heads of 32
 TREES: dict[str, dict[str, Any]] = {
     "empty_prefixes": {"lengths": [0, 0, 0]},
-    "tile_edges": {"lengths": [31, 32, 33, 0, 1]},
+    "tile_edges": {"lengths": [31, 32, 33, 0, 1, 63, 64, 65]},
     "one_request": {"lengths": [130]},
     "long_beside_short": {"lengths": [700, 3, 64, 0, 17], "q_len": 3},
     "decode_padded": {"lengths": [65], "q_len": 1, "mode": "chain", "pads": 4},

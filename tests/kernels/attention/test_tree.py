@@ -42,7 +42,7 @@ def _case(*lengths: int, **options: Any) -> dict[str, Any]:
 # prefix lengths, and what differs from: 4 nodes of a random tree, 4 query and 2 KV heads of 32
 CASES = {
     "empty_prefixes": _case(0, 0, 0),
-    "tile_edges": _case(31, 32, 33, 0, 1),
+    "tile_edges": _case(31, 32, 33, 0, 1, 63, 64, 65),
     "tile_edges_64": _case(63, 64, 65, dtype=F16, head_dim=64),
     "one_request": _case(130),
     "long_beside_short": _case(700, 3, 64, 0, 17, q_len=3),

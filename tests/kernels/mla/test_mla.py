@@ -60,7 +60,7 @@ def _case(*lengths: int, **options: Any) -> dict[str, Any]:
 # prefix lengths, and what differs from: 4 nodes of a random tree, 4 heads, rows of 64 + 16
 CASES = {
     "empty_prefixes": _case(0, 0, 0),
-    "tile_edges": _case(15, 16, 17, 0, 1, 31, 32, 33),
+    "tile_edges": _case(15, 16, 17, 0, 1, 31, 32, 33, 63, 64, 65),
     "decode": _case(130, 7, 0, q_len=1, mode="chain"),
     "decode_padded": _case(65, q_len=1, mode="chain", pads=3),
     "chain": _case(64, 1, 50, mode="chain", q_len=6),
