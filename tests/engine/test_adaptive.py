@@ -16,6 +16,7 @@ from specattn.engine.policy import Acceptance, GoodputPolicy, Observed, expected
 from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.churn import Dice
+from tests.engines import engine as tiny_engine
 from tests.samples import half, sampled
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
@@ -27,11 +28,9 @@ DEEP, SHALLOW, PLAIN = SpecConfig(6, 1, 7), SpecConfig(2, 1, 3), SpecConfig(0, 1
 
 
 def engine(trees, policy, context=96, **options) -> Engine:
-    sampling = options.pop("sampling", False)
-    configs = [SpecConfig(*tree, context, 5, 2, sampling) for tree in trees]
-    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
-    options = {"backend": "torch_native", "buckets": (2, 5)} | options
-    return Engine(*models, configs[0], configs=configs[1:], policy=policy, **options)
+    options = {"backend": "torch_native", "buckets": (2, 5), "page_size": 2} | options
+    options |= {"context": context, "device": DEVICE, "policy": policy}
+    return tiny_engine(*trees, rows=5, **options)
 
 
 def drain(run: Engine, requests: list[Request], *, ahead: bool) -> list:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,7 @@ from specattn.config import SpecConfig
 from specattn.engine.configs import SpeculativeConfigs
 from specattn.engine.engine import Engine, Request
 from tests.books import check_books
+from tests.engines import engine as tiny_engine
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -19,10 +21,7 @@ PLAIN = (0, 1, 1)
 PROMPTS = [[3, 1, 4], [3, 1, 4], list(range(1, 30)), list(range(1, CONTEXT))]
 
 
-def engine(*trees, policy=None, **options) -> Engine:
-    config, *more = (SpecConfig(*tree, CONTEXT, 3) for tree in trees)
-    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
-    return Engine(*models, config, configs=more, policy=policy, buckets=(1, 3), **options)
+engine = partial(tiny_engine, context=CONTEXT, rows=3, device=DEVICE, buckets=(1, 3))
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])

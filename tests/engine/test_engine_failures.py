@@ -8,12 +8,12 @@ from threading import Event
 import pytest
 import torch
 
-from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from specattn.speculative.sampling.params import SamplingParams
 from specattn.speculative.step.host_buffers import InFlight, PendingStep
 from tests.books import check_books
+from tests.engines import engine as tiny_engine
 from tests.tiny import dense_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,8 +21,8 @@ PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9]]
 
 
 def engine(models, rows=3, **options) -> Engine:
-    config = SpecConfig(3, 4, 9, max_context_len=96, max_num_reqs=rows)
-    return Engine(*models, config, backend="torch_native", buckets=(rows,), **options)
+    options |= {"models": models, "backend": "torch_native"}
+    return tiny_engine((3, 4, 9), context=96, rows=rows, buckets=(rows,), **options)
 
 
 def unharmed(run: Engine, rows: int = 3) -> None:

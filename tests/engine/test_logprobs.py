@@ -5,20 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from specattn.config import SpecConfig
-from specattn.engine.engine import Engine
 from specattn.engine.request import Request, RequestOutput
 from specattn.kernels.logprobs import MAX_LOGPROBS
 from specattn.speculative.sampling.params import SamplingParams
 from specattn.speculative.step.level import Level, StepPart
 from specattn.speculative.step.step import Step
+from tests.engines import engine as tiny_engine
 from tests.processors import GREEDY, dense_logits, drawn_from, processed
-from tests.tiny import VOCAB, TinyDraft, TinyTarget
+from tests.tiny import VOCAB, TinyTarget
 from tests.worlds import DEVICE
+
+if TYPE_CHECKING:
+    from specattn.engine.engine import Engine
 
 CONFIGS = {
     "plain": SpecConfig(0, 1, 1, 64, 4),
@@ -32,9 +36,9 @@ DRAWN = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.02, seed=3
 TOLERANCE = 2e-5 if DEVICE.type == "cpu" else 1e-4
 
 
-def engine(config: str = "tree", **options) -> Engine:
-    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
-    return Engine(*models, CONFIGS[config], **{"buckets": (2, 4)} | options)
+def engine(*names: str, **options) -> Engine:
+    configs = [CONFIGS[name] for name in names or ["tree"]]
+    return tiny_engine(*configs, **{"buckets": (2, 4)} | options)
 
 
 @cache
@@ -127,7 +131,7 @@ def test_a_text_that_ends_within_a_step_has_as_many():
 
 def test_a_text_that_fills_its_context_has_them_to_the_end():
     """Its last tokens come from decoders of other configs, one of them made for that."""
-    run = engine(configs=[CONFIGS["chain"]])
+    run = engine("tree", "chain")
     request = Request(PROMPTS[0], 90, SamplingParams(logprobs=2))
     (out,) = run.generate([request])
     assert out.finish_reason == "context"

@@ -17,7 +17,7 @@ from tests.speculative.three_tokens import DEVICE, PROMPT, SETTINGS
 
 __all__ = ["DEVICE"]
 
-MANY = 1500
+MANY = 500
 DRAWN = partial(SamplingParams, 1.5, 3)
 PARAMS = {
     "min-p": SamplingParams(1.5, min_p=0.25),
@@ -68,7 +68,7 @@ def test_a_history_without_the_path_fails_the_same_test(monkeypatch):
     wanted = distribution(models, STRONG)
     assert p_value(models, "tree", wanted, STRONG, draws=MANY) > 1e-3
     monkeypatch.setattr("specattn.kernels.processors._path", no_path)
-    assert p_value(models, "tree", wanted, STRONG, draws=MANY) < 1e-30
+    assert p_value(models, "tree", wanted, STRONG, draws=MANY) < 1e-8
 
 
 @pytest.mark.parametrize("setting", ["plain", "chain", "tree"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.sampling.params import SamplingParams
+from tests.engines import engine as tiny_engine
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text, no_path
 from tests.samples import sampled, star
@@ -26,9 +28,7 @@ PROMPTS = ([3, 14, 15, 9, 14], [35], [2, 7, 1, 8, 2, 8])
 COUNT = 30
 
 
-def engine(config: SpecConfig, **options) -> Engine:
-    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
-    return Engine(*models, config, buckets=(2, 4), **options)
+engine = partial(tiny_engine, device=DEVICE, buckets=(2, 4))
 
 
 @sampled(star, name=["three", *list(GREEDY)[:-1]], config=["tree", "chain", "plain"])
@@ -97,7 +97,7 @@ def test_processors_hold_to_the_contexts_end_and_across_configs(constrained):
     rng, target = random.Random(5), TinyTarget(device=DEVICE)
     run = engine(
         CONFIGS["tree"],
-        configs=[CONFIGS["chain"]],
+        CONFIGS["chain"],
         policy=lambda observed: rng.choice(observed.configs),
     )
     prompt, params = PROMPTS[2], GREEDY["three"]

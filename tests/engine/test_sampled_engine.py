@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.sampling.params import SamplingParams
-from tests.tiny import TinyDraft, TinyTarget
+from tests.engines import engine as tiny_engine
 from tests.worlds import DEVICE
 
-CONFIGS = [SpecConfig(*tree, 32, 2) for tree in ((3, 1, 4), (2, 2, 5))]
 REQUESTS = [Request([3, 1, 4], 12, SamplingParams(0.8, seed=2)), Request([35], 9)]
 
 
 def engine(**options) -> Engine:
-    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
-    return Engine(
-        *models,
-        CONFIGS[0],
-        configs=CONFIGS[1:],
-        buckets=(1, 2),
-        policy=lambda observed: observed.configs[-1],
-        **options,
-    )
+    last = {"policy": lambda observed: observed.configs[-1]}
+    options |= {"device": DEVICE, "buckets": (1, 2)}
+    return tiny_engine((3, 1, 4), (2, 2, 5), context=32, rows=2, **last, **options)
 
 
 def test_a_sampled_engine_captures_nothing_when_requests_come(captures):

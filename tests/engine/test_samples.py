@@ -9,6 +9,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
+from tests.engines import engine as tiny_engine
 
 CONTEXT, ROWS, N, NEW, PAGE = 64, 4, 3, 20, 4
 PROMPT = [7 * at % 61 for at in range(22)]
@@ -24,8 +25,8 @@ def want(models) -> list[list[int]]:
 
 
 def engine(models, tree=(3, 4, 9), **options) -> Engine:
-    config = SpecConfig(*tree, CONTEXT, ROWS, PAGE)
-    return Engine(*models, config, backend="torch_native", buckets=(1, ROWS), **options)
+    options |= {"models": models, "backend": "torch_native", "buckets": (1, ROWS)}
+    return tiny_engine(tree, context=CONTEXT, rows=ROWS, page_size=PAGE, **options)
 
 
 def pages(run: Engine) -> list[tuple[int, ...]]:

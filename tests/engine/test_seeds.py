@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.engine.serving import AsyncEngine
 from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
+from tests.engines import engine as tiny_engine
 from tests.tiny import dense_greedy
 from tests.worlds import DEVICE
 
@@ -20,8 +20,8 @@ NAMED = Request(PROMPT, 12, SamplingParams(1.1, seed=5))
 
 
 def engine(models, rows=4, **options) -> Engine:
-    config = SpecConfig(3, 2, 6, 64, rows)
-    return Engine(*models, config, backend="torch_native", buckets=[rows], **options)
+    options |= {"models": models, "backend": "torch_native"}
+    return tiny_engine((3, 2, 6), rows=rows, buckets=[rows], **options)
 
 
 def texts(models, requests, **options) -> list[tuple[int | None, list[int]]]:

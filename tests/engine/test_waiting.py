@@ -10,6 +10,7 @@ from specattn.errors import CapacityError
 from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.churn import Dice
+from tests.engines import engine as tiny_engine
 from tests.samples import half, sampled, star
 from tests.tiny import dense_greedy
 
@@ -26,17 +27,9 @@ def greedy(models):
     return [dense_greedy(models[0], prompt, CONTEXT + 1 - 20) for prompt in PROMPTS]
 
 
-def engine(models, slots: int, *trees, page_size=1, **options) -> Engine:
-    config, *more = (SpecConfig(*tree, CONTEXT, ROWS, page_size) for tree in (TREE, *trees))
-    return Engine(
-        *models,
-        config,
-        configs=more,
-        backend="torch_native",
-        buckets=(1, ROWS),
-        num_slots=slots + page_size,
-        **options,
-    )
+def engine(models, slots: int, *trees, **options) -> Engine:
+    options |= {"models": models, "slots": slots, "backend": "torch_native"}
+    return tiny_engine(TREE, *trees, context=CONTEXT, rows=ROWS, buckets=(1, ROWS), **options)
 
 
 def generate(run: Engine, requests, want) -> int:

@@ -19,7 +19,8 @@ import torch
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from tests.books import check_books
-from tests.tiny import TinyDraft, TinyTarget, dense_greedy
+from tests.engines import engine as tiny_engine
+from tests.tiny import dense_greedy
 from tests.worlds import BACKENDS, DEVICE
 
 PROMPTS = [[3, 14, 15, 9, 26, 5], [8, 9, 7, 9]]
@@ -27,15 +28,15 @@ STEPS, CONTEXT = 100, 400
 CONFIGS = [SpecConfig(*tree, CONTEXT, 2) for tree in ((3, 1, 4), (1, 1, 2), (3, 8, 12), (0, 1, 1))]
 
 
-def engine(backend, **options) -> Engine:
-    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
-    return Engine(*models, CONFIGS[0], backend=backend, buckets=[2], **options)
+def engine(backend, *configs, **options) -> Engine:
+    options |= {"device": DEVICE, "backend": backend, "buckets": [2]}
+    return tiny_engine(CONFIGS[0], *configs, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_hundred_steps_of_alternating_settings(backend, monkeypatch):
     order = cycle(CONFIGS)
-    run = engine(backend, configs=CONFIGS[1:], policy=lambda observed: next(order))
+    run = engine(backend, *CONFIGS[1:], policy=lambda observed: next(order))
     results = run.add([Request(prompt, CONTEXT) for prompt in PROMPTS])
     asked, reserve = [], run.table.reserve
     monkeypatch.setitem(
@@ -65,7 +66,7 @@ def test_a_hundred_steps_of_alternating_settings(backend, monkeypatch):
 
 def from_scratch(backend, config: SpecConfig, texts: list[list[int]]) -> list[int]:
     """What one step gains whose texts were prompts; the first token after them is drawn again."""
-    fresh = engine(backend, configs=CONFIGS[1:], policy=lambda observed: config)
+    fresh = engine(backend, *CONFIGS[1:], policy=lambda observed: config)
     results = fresh.add([Request(text[:-1], CONTEXT) for text in texts])
     assert [result.tokens for result in results] == [text[-1:] for text in texts]
     fresh.step()
@@ -74,7 +75,7 @@ def from_scratch(backend, config: SpecConfig, texts: list[list[int]]) -> list[in
 
 def draft_is_that_of_the_text(run: Engine, backend) -> None:
     """Proposals, hidden states and the draft's KV are those of a prefill."""
-    fresh = engine(backend, configs=CONFIGS[1:])
+    fresh = engine(backend, *CONFIGS[1:])
     fresh.add([Request(live.tokens[:-1], CONTEXT) for live in run.running])
     for live, other in zip(run.running, fresh.running, strict=True):
         for name, ours in run.states.drafting.items():
@@ -91,4 +92,4 @@ def draft_is_that_of_the_text(run: Engine, backend) -> None:
 def test_settings_have_one_largest_batch():
     other = SpecConfig(1, 1, 2, CONTEXT, 3)
     with pytest.raises(ValueError, match="max_num_reqs must be the same in all configs, got 2 and"):
-        engine("torch_native", configs=[other])
+        engine("torch_native", other)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
+from tests.engines import engine as tiny_engine
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE
 
@@ -22,7 +22,8 @@ TEXT = [7 * i % 61 for i in range(4 * PAGE)]
 
 
 def engine(backend: str, models) -> Engine:
-    return Engine(*models, SpecConfig(3, 4, 8, 64, 2, PAGE), backend=backend, buckets=[2])
+    options = {"models": models, "backend": backend, "buckets": [2]}
+    return tiny_engine((3, 4, 8), rows=2, page_size=PAGE, **options)
 
 
 def states(run: Engine, at: int) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 from specattn.batch import AcceptResult
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
+from tests.engines import engine as tiny_engine
 from tests.tiny import DenseAttend, TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE
 
@@ -25,7 +26,7 @@ CONFIG = SpecConfig(STEPS, 8, 64, 128, 1)
 def engine(backend) -> Engine:
     # sure enough of itself for trees that are as deep as may be
     models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE, sharp=5.0)
-    return Engine(*models, CONFIG, backend=backend, buckets=[1])
+    return tiny_engine(CONFIG, models=models, backend=backend, buckets=[1])
 
 
 def path_of(tree, depth: int) -> list[int]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
+from tests.engines import engine as tiny_engine
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE
 
@@ -21,7 +21,8 @@ TEXT = [7 * at % 61 for at in range(5 * PAGE)]
 
 
 def engine(backend, tree, models) -> Engine:
-    return Engine(*models, SpecConfig(*tree, 64, 4, PAGE), backend=backend, buckets=[1, 4])
+    options = {"models": models, "backend": backend, "buckets": [1, 4]}
+    return tiny_engine(tree, page_size=PAGE, **options)
 
 
 def row(run: Engine, out) -> int:

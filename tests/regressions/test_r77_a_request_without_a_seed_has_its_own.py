@@ -16,7 +16,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.engine.serving import AsyncEngine
 from specattn.speculative.sampling.params import SamplingParams
-from tests.tiny import TinyDraft, TinyTarget
+from tests.engines import engine as tiny_engine
 from tests.worlds import DEVICE
 
 PROMPT, NEW = [3, 14, 15, 9], 24
@@ -30,8 +30,7 @@ CONFIGS = {
 
 
 def engine(name: str) -> Engine:
-    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
-    return Engine(*models, CONFIGS[name], buckets=[1, 4])
+    return tiny_engine(CONFIGS[name], device=DEVICE, buckets=[1, 4])
 
 
 def repeats(run: Engine, out) -> None:

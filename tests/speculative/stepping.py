@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.sampling.params import SamplingParams
-from tests.tiny import TinyDraft, TinyTarget
+from tests.engines import engine as tiny_engine
 from tests.worlds import DEVICE
 
 if TYPE_CHECKING:
@@ -20,10 +19,9 @@ SETTINGS = {"plain": (0, 1, 1), "chain": (3, 1, 4), "tree": (3, 4, 9)}
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=7)
 
 
-def engine(tree, backend="torch_native", buckets=(2, 5), **options) -> Engine:
-    config = SpecConfig(*tree, 96, 5, options.pop("page", 1), options.pop("sampling", False))
-    models = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
-    return Engine(*models, config, backend=backend, buckets=buckets, **options)
+def engine(tree, backend="torch_native", page: int = 1, **options) -> Engine:
+    options = {"backend": backend, "page_size": page, "buckets": (2, 5)} | options
+    return tiny_engine(tree, context=96, rows=5, **options)
 
 
 def admitted(run: Engine, prompts=PROMPTS, **request) -> list[int]:

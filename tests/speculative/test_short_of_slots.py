@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from tests.books import check_books
+from tests.engines import engine as tiny_engine
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,10 +26,8 @@ def models():
 
 
 def engine(models, slots: int, rows: int = 2, page_size: int = 1) -> Engine:
-    config = SpecConfig(3, 4, 9, CONTEXT, rows, page_size)
-    return Engine(
-        *models, config, backend="torch_native", buckets=(rows,), num_slots=slots + page_size
-    )
+    options = {"models": models, "slots": slots, "backend": "torch_native", "buckets": (rows,)}
+    return tiny_engine((3, 4, 9), context=CONTEXT, rows=rows, page_size=page_size, **options)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
