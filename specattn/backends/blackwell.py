@@ -113,6 +113,9 @@ class CutlassMlaBackend(PagedBackend):
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         super().__init__(config, device)
+        if not hasattr(self.library, "cutlass_mla_decode"):
+            reason = "sgl_kernel has no cutlass_mla_decode (that of sglang-kernel 0.4.6 has)"
+            raise UnsupportedError(f"backend {self.name!r}", [reason])
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
 
     @classmethod
