@@ -24,6 +24,7 @@ from tests.interpreter import (
     describe_once,
     multiply_by_row,
     patch_once,
+    round_to_float8,
     spread_bits,
     without_idle_checks,
 )
@@ -76,6 +77,7 @@ if not CUDA:
         without_idle_checks()
         multiply_by_row()
         spread_bits()
+        round_to_float8()
 
 # what the lane for each edit (`-m "not slow"`) leaves out, besides single tests that are marked
 SLOW = (

@@ -170,3 +170,32 @@ def spread_bits() -> None:
         return spread(builder, kind, scalar)
 
     InterpreterBuilder.create_splat = create_splat
+
+
+def round_to_float8() -> None:
+    """Let numbers become the nearest e4m3 ones, the even one of two, and NaN stay one.
+
+    The interpreter loses the carry from mantissa to exponent, so that 31.3 becomes 16; and what is
+    NaN becomes 480 on its way back.
+    """
+    import numpy as np
+    import torch
+    from triton.language import float8e4nv, float32
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_float(data: Any, kind: Any, wanted: Any, rounding: Any) -> Any:
+        if kind == float8e4nv:
+            numbers = torch.from_numpy(np.array(data)).view(torch.float8_e4m3fn).float().numpy()
+            if wanted == float32:
+                return numbers.view(np.uint32)
+            data, kind = numbers, float32
+        if wanted != float8e4nv:
+            return convert(data, kind, wanted, rounding)
+        if kind != float32:
+            data = convert(data, kind, float32, None).view(np.float32)
+        found = torch.from_numpy(np.array(data, np.float32)).to(torch.float8_e4m3fn)
+        return found.view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert_float

@@ -39,7 +39,7 @@ from bench.suite.peers import own
 from bench.suite.results import write
 from bench.tools.sanitize import TESTS, UNFIT
 from specattn.kernels.attention.tiles import DeviceLimits
-from specattn.kernels.fused import stream
+from specattn.kernels.fused import stream, stream_fp8
 from specattn.kernels.mla import mla_extend
 
 if TYPE_CHECKING:
@@ -156,7 +156,8 @@ class Notes:
         values = {
             "uses_triton": True,
             "launch.supports_pdl": limits.major >= 9,
-            "fused.stream._multiprocessors": limits.sms,
+            "fused.stream.multiprocessors": limits.sms,
+            "fused.stream_fp8.multiprocessors": limits.sms,
             "attention.gluon.gluon_ok": self.gluon,
             "mla.gluon.gluon_ok": self.gluon,
         }
@@ -232,11 +233,13 @@ def of_gluon(target: int) -> list[Launch]:
     """Return the launches of Gluon kernels, which run on Hopper alone."""
     if target != HOPPER:
         return []
-    # the products' check of themselves finds nothing computed
-    with Notes(target).taken() as notes, contextlib.suppress(ArithmeticError):
-        notes.case = "products"
-        stream._check(CPU)
-    found = [*of_attention(target, gluon=True), *notes.launches]
+    found = [*of_attention(target, gluon=True)]
+    for case, check in (("products", stream._check), ("float8", stream_fp8._check)):
+        # what a check finds of itself is nothing computed
+        with Notes(target).taken() as notes, contextlib.suppress(ArithmeticError):
+            notes.case = case
+            check(CPU)
+        found += notes.launches
     return [launch for launch in found if "gluon" in launch.name]
 
 

@@ -46,9 +46,10 @@ def _passes(kernel_name: str, check: Callable[[torch.device], None], index: int)
 
 
 def tma_boxes(matrix: Tensor, rows: int, columns: int) -> Any:
-    """Describe a 16-bit matrix to TMA, which copies boxes of it."""
+    """Describe a matrix, of 16 bits or e4m3, to TMA."""
     gl = importlib.import_module("triton.experimental.gluon.language")
     hopper = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
-    dtype = gl.float16 if matrix.dtype == torch.float16 else gl.bfloat16
+    known = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+    dtype = known.get(matrix.dtype, gl.float8e4nv)
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
     return hopper.TensorDescriptor.from_tensor(matrix, [rows, columns], layout)

@@ -3,7 +3,7 @@
 Kernels are compiled, but not launched: a stand-in for the driver counts launches. Prints, of every
 call in turn, its name, how many kernels it compiled, its launches, and the threads that compiled.
 
-    python -m tests.speculative.cold_capture fused|torch
+    python -m tests.speculative.cold_capture fused|torch|fp8
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main(kind: str) -> None:
         "specattn.kernels.uses_triton": True,
         "specattn.cuda_graph.runner.uses_triton": True,
         "specattn.kernels.launch.supports_pdl": True,
-        "specattn.kernels.fused.stream._multiprocessors": LIMITS[HOPPER].sms,
+        "specattn.kernels.fused.stream.multiprocessors": LIMITS[HOPPER].sms,
         "specattn.kernels.attention.gluon.gluon_ok": True,
     }
     with ExitStack() as stack:
@@ -123,8 +123,9 @@ def models(kind: str) -> tuple[Any, Any]:
     """Return a target and a draft whose layers are this library's kernels, or torch's."""
     if kind == "torch":
         return TinyTarget(dtype=torch.float16), TinyDraft(dtype=torch.float16)
-    target = random_target(LLAMA, dtype=torch.float16, device=CPU)
-    head = random_eagle3(LLAMA, target, 256)
+    way = None if kind == "fused" else kind
+    target = random_target(LLAMA, dtype=torch.float16, device=CPU, quantization=way)
+    head = random_eagle3(LLAMA, target, 256, quantization=way)
     return target.with_features(head.features), head
 
 

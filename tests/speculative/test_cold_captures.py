@@ -29,7 +29,9 @@ def last_line(command: list[str], cache: Path, **environment: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("models", ["fused", pytest.param("torch", marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    "models", ["fused", *(pytest.param(one, marks=pytest.mark.whole) for one in ("torch", "fp8"))]
+)
 def test_a_capture_finds_all_that_it_launches_compiled(models: str, tmp_path: Path) -> None:
     """For SM90, without a GPU: models of this library's kernels, and of torch's operations.
 

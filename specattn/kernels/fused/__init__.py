@@ -111,7 +111,7 @@ def add_rms_norm(
                 residual_out.stride(0),
                 out.stride(0),
                 SPLIT=split,
-                **_whole_rows(size),
+                **whole_rows(size),
                 **launch_options(weight.device),
             )
         return out, residual_out
@@ -174,7 +174,7 @@ def embed_norm_pair(
                 eps,
                 table.stride(0),
                 hidden.stride(0),
-                **_whole_rows(size),
+                **whole_rows(size),
                 **launch_options(hidden.device),
             )
         return out, hidden if chosen is None else chosen
@@ -323,7 +323,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 @cache
-def _whole_rows(size: int) -> dict[str, int]:
+def whole_rows(size: int) -> dict[str, int]:
     """Return the constants of kernels that take whole rows."""
     block = power_of_2(size)
     # as many warps as a row takes: they await memory

@@ -39,20 +39,21 @@ def _bring_weights(boxes, w, barrier, half, row, k, STEP: gl.constexpr):
 
 
 @gluon.jit
-def _bring(
+def bring(
     boxes, ring, low, high, k, step, STEP: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr
 ):
     """Bring both halves of a step's weights, from column ``k`` on."""
     w, _, came, _, _ = ring
+    BYTES: gl.constexpr = w.dtype.primitive_bitwidth // 8
     stage = step % STAGES
     barrier = came.index(stage)
-    mbarrier.expect(barrier, 2 * STEP * BK * 2)
+    mbarrier.expect(barrier, 2 * STEP * BK * BYTES)
     _bring_weights(boxes, w, barrier, stage * 2, low, k, STEP)
     _bring_weights(boxes, w, barrier, stage * 2 + 1, high, k, STEP)
 
 
 @gluon.jit
-def _produce_weights(
+def produce_weights(
     boxes,
     ring,
     share,
@@ -84,25 +85,29 @@ def _produce_weights(
             row = step // count * apart
             at = step % count
         k = (begin + at) * BK
-        _bring(boxes, ring, low + row, high + row, k, step, STEP, BK, STAGES)
+        bring(boxes, ring, low + row, high + row, k, step, STEP, BK, STAGES)
 
 
 @gluon.jit
-def _produce_rows(
+def produce_rows(
     rows,
     ring,
     share,
+    BT: gl.constexpr,
     BOX: gl.constexpr,
     BOXES: gl.constexpr,
     BK: gl.constexpr,
+    TERMS: gl.constexpr,
     STAGES: gl.constexpr,
     MANY: gl.constexpr,
 ):
     """Bring the rows of x once the previous kernel is complete.
 
-    Rows of a tile that no box brings are multiplied, but never stored.
+    Rows of a tile that no box brings are multiplied, but never stored. Of several terms each has a
+    tile of BT rows, and whole boxes of ``rows``.
     """
     _, x, _, full, free = ring
+    BYTES: gl.constexpr = x.dtype.primitive_bitwidth // 8
     begin, count, turns = share
     gdc_wait()
     for step in range(count * turns):
@@ -110,17 +115,19 @@ def _produce_rows(
         if step >= STAGES:
             mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
         barrier = full.index(stage)
-        mbarrier.expect(barrier, BOXES * BOX * BK * 2)
+        mbarrier.expect(barrier, TERMS * BOXES * BOX * BK * BYTES)
         at = step
         if MANY:
             at = step % count
         k = (begin + at) * BK
-        for z in gl.static_range(BOXES):
-            tma_load(rows, [z * BOX, k], barrier, x.index(stage).slice(z * BOX, BOX))
+        for term in gl.static_range(TERMS):
+            for z in gl.static_range(BOXES):
+                to = x.index(stage).slice(term * BT + z * BOX, BOX)
+                tma_load(rows, [(term * BOXES + z) * BOX, k], barrier, to)
 
 
 @gluon.jit
-def _store(to, values, first, step, BT: gl.constexpr, layout: gl.constexpr):
+def store_tile(to, values, first, step, BT: gl.constexpr, layout: gl.constexpr):
     """Store ``step`` of a tile's 64 rows as columns from ``first`` on."""
     out, tokens, width, stride_row = to
     token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))  # [BT]
@@ -162,11 +169,11 @@ def _consume(
             mbarrier.arrive(free.index(stage), count=1)
         if GATED:
             low = low / (1.0 + gl.exp(-low)) * high
-            _store(to, low, tile * STEP, STEP, BT, across)
+            store_tile(to, low, tile * STEP, STEP, BT, across)
         else:
             first = tile * (2 * STEP)
-            _store(to, low, first, STEP, BT, across)
-            _store(to, high, first + STEP, STEP, BT, across)
+            store_tile(to, low, first, STEP, BT, across)
+            store_tile(to, high, first + STEP, STEP, BT, across)
         tile += others
 
 
@@ -229,17 +236,17 @@ def gluon_linear_kernel(
     share = begin, count, turns
     # the warps that take over need most of a microsecond to start
     for step in range(gl.minimum(count, PACE)):
-        _bring(boxes, ring, low, high, (begin + step) * BK, step, STEP, BK, STAGES)
+        bring(boxes, ring, low, high, (begin + step) * BK, step, STEP, BK, STAGES)
     to = out + part.to(gl.int64) * stride_part, tokens, width, stride_row
     apart = others * SIZE
     gl.warp_specialize(
         [
             (_consume, (to, ring, share, tile, others, STEP, BT, STAGES, GATED)),
             (
-                _produce_weights,
+                produce_weights,
                 (boxes, ring, share, low, high, apart, STEP, BK, STAGES, PACE, MANY),
             ),
-            (_produce_rows, (rows, ring, share, BOX, BOXES, BK, STAGES, MANY)),
+            (produce_rows, (rows, ring, share, BT, BOX, BOXES, BK, 1, STAGES, MANY)),
         ],
         [1, 1],
         [PRODUCER_REGS, PRODUCER_REGS],

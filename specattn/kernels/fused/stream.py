@@ -123,7 +123,7 @@ def stream_gated(x: Tensor, weight: Tensor) -> Tensor:
     """
     tile, width = stream_tile(len(x), gated=True), len(weight) // 2
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, tile, _shares(width, 1, 1, tile, x.device)[0])
+    _launch(x, weight, out, tile, shares(width, 1, 1, tile, x.device)[0])
     return out
 
 
@@ -139,14 +139,22 @@ def _gains(x: Tensor, weight: Tensor) -> bool:
 
 def _splits(x: Tensor, weight: Tensor, tile: StreamTile) -> tuple[int, int]:
     """Choose rows of weights per half CTA, and shares of K."""
-    return _shares(len(weight), 2, -(-x.shape[1] // tile.block_k), tile, x.device)
+    return shares(len(weight), 2, -(-x.shape[1] // tile.block_k), tile, x.device)
 
 
-def _shares(
-    width: int, halves: int, steps: int, tile: StreamTile, device: torch.device
+def shares(
+    width: int,
+    halves: int,
+    steps: int,
+    tile: StreamTile,
+    device: torch.device,
+    gain: float = 0.02,
 ) -> tuple[int, int]:
-    """Choose the rows and shares of `_splits` that let most CTAs run."""
-    slots = _multiprocessors(device) * tile.ctas_per_sm
+    """Choose the rows and shares of `_splits` that let most CTAs run.
+
+    Fewer rows are to let more than ``gain`` more of them run.
+    """
+    slots = multiprocessors(device) * tile.ctas_per_sm
     best = (-1.0, 0, 0)
     for step in STEPS + SHORT_STEPS:
         if step == SHORT_STEPS[0] and best[0] > 0.5:
@@ -156,7 +164,7 @@ def _shares(
         # the last turn of CTAs leaves multiprocessors idle
         turns = width / (halves * step) * split / slots
         share = turns / math.ceil(turns)
-        if share > best[0] + 0.02:
+        if share > best[0] + gain:
             best = (share, step, split)
     return best[1], best[2]
 
@@ -170,7 +178,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: StreamTile, step: int)
     tiles = -(-width // (step if gated else 2 * step))
     steps = -(-x.shape[1] // tile.block_k)
     # as many CTAs as run at once: a further one would begin to read when another has ended
-    most = _multiprocessors(x.device) * tile.ctas_per_sm
+    most = multiprocessors(x.device) * tile.ctas_per_sm
     gluon_linear_kernel[(min(tiles * split, most),)](
         *(tma_boxes(weight, rows, tile.block_k) for rows in (32, 16, 8)),
         tma_boxes(x.contiguous(), BOX, tile.block_k),
@@ -210,7 +218,8 @@ def _pace(tile: StreamTile, steps: int, split: int, nbytes: int) -> int:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

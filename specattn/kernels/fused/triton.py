@@ -30,6 +30,56 @@ def _norm(x, weight, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
+def load_norms(weight, added_weight, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the weights of a norm, and of the product's own."""
+    column = tl.arange(0, BLOCK)  # [BLOCK]
+    ok = column < SIZE
+    scale = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
+    added_scale = scale
+    if added_weight is not None:
+        added_scale = tl.load(added_weight + column, mask=ok, other=0.0).to(tl.float32)
+    return scale, added_scale
+
+
+@triton.jit
+def add_and_norm(
+    to,
+    partials,
+    residual,
+    norms,
+    added_weight,
+    rows,
+    residual_out,
+    eps,
+    strides,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Add a product to a row of the stream; return the norm.
+
+    Arguments are those of `add_norm_kernel`, but the row that is written, what `load_norms`
+    returns, and a tuple of strides.
+    """
+    scale, added_scale = norms
+    stride_partial, stride_row, stride_residual, stride_residual_out = strides
+    column = tl.arange(0, BLOCK)  # [BLOCK]
+    ok = column < SIZE
+    row = to
+    if rows is not None:
+        row = tl.load(rows + to)
+    x = sum_partials(partials, row * stride_row + column, ok, stride_partial, SPLIT)
+    if added_weight is not None:
+        x = _norm(x, added_scale, eps, SIZE)
+    if residual is not None:
+        x += tl.load(residual + row * stride_residual + column, mask=ok, other=0.0).to(tl.float32)
+    # the norm is of what the stream holds, as rounded
+    x = x.to(residual_out.dtype.element_ty)
+    tl.store(residual_out + to * stride_residual_out + column, x, mask=ok)
+    return _norm(x.to(tl.float32), scale, eps, SIZE)
+
+
+@triton.jit
 def add_norm_kernel(
     partials,  # [SPLIT, T, SIZE]
     residual,  # [T, SIZE], or None: nothing
@@ -51,25 +101,25 @@ def add_norm_kernel(
 ):
     """Add a product to a row of the stream; norm the sum."""
     to = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)  # [BLOCK]
-    ok = column < SIZE
-    scale = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
-    if added_weight is not None:
-        added_scale = tl.load(added_weight + column, mask=ok, other=0.0).to(tl.float32)
+    norms = load_norms(weight, added_weight, SIZE, BLOCK)
     enter(PDL)
-    row = to
-    if rows is not None:
-        row = tl.load(rows + to)
-    x = sum_partials(partials, row * stride_row + column, ok, stride_partial, SPLIT)
-    if added_weight is not None:
-        x = _norm(x, added_scale, eps, SIZE)
-    if residual is not None:
-        x += tl.load(residual + row * stride_residual + column, mask=ok, other=0.0).to(tl.float32)
-    # the norm is of what the stream holds, as rounded
-    x = x.to(residual_out.dtype.element_ty)
-    tl.store(residual_out + to * stride_residual_out + column, x, mask=ok)
-    x = _norm(x.to(tl.float32), scale, eps, SIZE)
-    tl.store(out + to * stride_out + column, x.to(out.dtype.element_ty), mask=ok)
+    strides = stride_partial, stride_row, stride_residual, stride_residual_out
+    x = add_and_norm(
+        to,
+        partials,
+        residual,
+        norms,
+        added_weight,
+        rows,
+        residual_out,
+        eps,
+        strides,
+        SIZE,
+        BLOCK,
+        SPLIT,
+    )
+    column = tl.arange(0, BLOCK)  # [BLOCK]
+    tl.store(out + to * stride_out + column, x.to(out.dtype.element_ty), mask=column < SIZE)
 
 
 @triton.jit

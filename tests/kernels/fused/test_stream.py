@@ -47,7 +47,7 @@ def test_pace(rows, steps, split, nbytes, pace) -> None:
     ],
 )
 def test_what_is_streamed_beyond_64_rows(rows, out, inner, gains, monkeypatch) -> None:
-    monkeypatch.setattr(stream, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(stream, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(stream, "ready", lambda device: True)
     x, weight = torch.empty(rows, inner, dtype=BF16), torch.empty(out, inner, dtype=BF16)
     assert stream.streams(x, weight) is gains
@@ -67,7 +67,7 @@ def test_what_is_streamed_beyond_64_rows(rows, out, inner, gains, monkeypatch) -
     ],
 )
 def test_short_weights_have_short_tiles(rows, out, inner, step, split, monkeypatch) -> None:
-    monkeypatch.setattr(stream, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(stream, "multiprocessors", lambda device: 132)
     x, weight = torch.empty(rows, inner, dtype=BF16), torch.empty(out, inner, dtype=BF16)
     assert stream._splits(x, weight, stream.stream_tile(rows)) == (step, split)
 

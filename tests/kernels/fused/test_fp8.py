@@ -1,0 +1,387 @@
+"""Float8 weights: quantisers and products against float64 of the numbers they hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import ScalingType
+
+from specattn.kernels.fused import add_rms_norm, fp8, stream_fp8
+from specattn.kernels.fused.fp8 import RowsFormat, ScaledRows, ScaledWeight
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
+F8 = torch.float8_e4m3fn
+# every finite e4m3 number, ascending, once
+NUMBERS = torch.arange(256, dtype=torch.uint8).view(F8).double()
+NUMBERS = NUMBERS[NUMBERS.isfinite()].unique()
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double().cpu() - want.cpu()).norm() / want.norm())
+
+
+def numbers_of(one: ScaledRows | ScaledWeight) -> torch.Tensor:
+    """What is held, in float64, each scale looked up by its row and column."""
+    scale = one.scale.double().cpu()
+    if isinstance(one, ScaledRows):
+        terms = one.values.double().cpu()[:, : len(scale)]
+        numbers = terms[0] + (terms[1] / 16 if len(terms) == 2 else 0)
+        height = 1
+    else:
+        numbers, height = one.values.double().cpu(), one.height
+    rows, columns = torch.arange(len(numbers)), torch.arange(numbers.shape[1])
+    groups = columns // 128 if scale.shape[1] > 1 else columns * 0
+    return numbers * scale[(rows // height)[:, None], groups[None]]
+
+
+def nearest(x: torch.Tensor) -> torch.Tensor:
+    """How far the nearest e4m3 number is from each of ``x``."""
+    above = torch.searchsorted(NUMBERS, x.double()).clamp(1, len(NUMBERS) - 1)
+    return torch.minimum((x - NUMBERS[above - 1]).abs(), (x - NUMBERS[above]).abs())
+
+
+def check_scales(scale: torch.Tensor, x: torch.Tensor, height: int, width: int) -> None:
+    """The largest number of every tile becomes 448."""
+    for i, row in enumerate(scale.cpu().tolist()):
+        for j, found in enumerate(row):
+            tile = x[i * height : (i + 1) * height, j * width : (j + 1) * width]
+            want = max(float(tile.abs().max()), 1e-10) / 448
+            assert abs(found - want) <= 1e-6 * want, (i, j)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers of all sizes, some rows far larger than others, one all zeros."""
+    x = torch.randn(*shape) * torch.logspace(-4, 3, shape[0])[:, None]
+    if shape[0] > 1:
+        x[shape[0] // 2] = 0
+    return x.to(DEVICE, dtype)
+
+
+SHAPES = [(1, 128), (5, 72), (3, 576), (17, 520), (2, 1024)]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (130, 300)])
+def test_weights_are_the_nearest_numbers(shape, blocks) -> None:
+    weight = drawn(*shape)
+    found = (fp8.scale_blocks if blocks else fp8.scale_channels)(weight)
+    height, width = (128, 128) if blocks else (1, shape[1])
+    assert found.scale.shape == (-(-shape[0] // height), -(-shape[1] // width))
+    assert (found.height, found.values.dtype, found.values.shape) == (height, F8, shape)
+    check_scales(found.scale, weight.cpu(), height, width)
+    assert found.restored().equal(numbers_of(found).float().to(DEVICE))
+    spread = found.scale.cpu().repeat_interleave(height, 0)[: shape[0]]
+    spread = spread.repeat_interleave(width, 1)[:, : shape[1]]
+    scaled = weight.cpu().double() / spread.double()
+    assert ((found.values.cpu().double() - scaled).abs() <= nearest(scaled) + 1e-4).all()
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_rows_are_the_nearest_numbers(implementation, dtype, shape, blocks, terms) -> None:
+    wide = torch.full((shape[0], shape[1] + 3), torch.nan, dtype=dtype, device=DEVICE)
+    x = wide[:, : shape[1]].copy_(drawn(*shape, dtype=dtype))
+    groups = -(-shape[1] // 128) if blocks else 1
+    found = fp8.scale_rows(x, RowsFormat(groups, terms))
+    assert (len(found), found.dtype, len(found.values)) == (shape[0], dtype, terms)
+    assert found.scale.shape == (shape[0], groups)
+    check_scales(found.scale, x.cpu().double(), 1, 128 if groups > 1 else shape[1])
+    assert off(found.restored(), numbers_of(found)) < 1e-6
+    width = 128 if groups > 1 else shape[1]
+    spread = found.scale.cpu().double().repeat_interleave(width, 1)[:, : shape[1]]
+    scaled = x.cpu().double() / spread
+    first = found.values[0, : shape[0]].cpu().double()
+    assert ((first - scaled).abs() <= nearest(scaled) + 1e-4).all()
+    if terms == 2:
+        left = (scaled - first) * 16
+        second = found.values[1, : shape[0]].cpu().double()
+        assert ((second - left).abs() <= nearest(left) + 2e-3).all()
+        assert off(found.restored(), x.cpu().double()) < 1.5e-3
+
+
+def test_both_quantisers_make_the_same_bits(dtype) -> None:
+    from tests.implementations import using
+
+    x = drawn(9, 520, dtype=dtype)
+    for groups, terms in ((1, 1), (5, 1), (5, 2)):
+        found = []
+        for kind in ("naive", "triton"):
+            with using(kind):
+                found.append(fp8.scale_rows(x, RowsFormat(groups, terms)))
+        one, other = found
+        assert one.scale.equal(other.scale)
+        assert one.values[:, :9].view(torch.uint8).equal(other.values[:, :9].view(torch.uint8))
+
+
+def test_no_number_is_lost(implementation) -> None:
+    """NaN and infinities make the row's product NaN, and no other row's."""
+    x = torch.ones(4, 256, device=DEVICE)
+    x[1, 3], x[2, 200] = torch.nan, torch.inf
+    for groups in (1, 2):
+        found = fp8.scale_rows(x, RowsFormat(groups)).restored().sum(1)
+        assert found.isfinite().tolist() == [True, False, False, True]
+
+
+def test_no_rows(implementation) -> None:
+    found = fp8.scale_rows(torch.ones(0, 256, device=DEVICE), RowsFormat(2))
+    assert (len(found), found.scale.shape) == (0, (0, 2))
+
+
+@pytest.mark.parametrize("sizes", [(256, 128, 70), (192, 64, 64), (72, 24, 24), (5, 3, 130)])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_parts_are_stacked_and_cut(sizes, blocks) -> None:
+    """Also where a part ends inside a block."""
+    scale = fp8.scale_blocks if blocks else fp8.scale_channels
+    parts = [scale(drawn(size, 300)) for size in sizes]
+    whole = ScaledWeight.stacked(parts)
+    want = torch.cat([numbers_of(part) for part in parts])
+    assert numbers_of(whole).equal(want)
+    for first, end in ((0, sizes[0]), (sizes[0], None), (1, 4), (sizes[0] - 1, sum(sizes))):
+        assert numbers_of(whole.rows(first, end)).equal(want[first:end])
+    assert whole.rows(sizes[0]).values.data_ptr() == whole.values[sizes[0] :].data_ptr()
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a wider tensor whose other columns are NaN."""
+    wide = torch.full((shape[0], shape[1] + 16), 0xFF, dtype=torch.uint8, device=DEVICE).view(F8)
+    return wide[:, : shape[1]] if dtype == F8 else wide.to(dtype)[:, : shape[1]]
+
+
+def weight_for(shape: tuple[int, int], blocks: bool, terms: int, parts: int = 1) -> ScaledWeight:
+    """A weight, of several parts, amid NaN."""
+    scale = fp8.scale_blocks if blocks else fp8.scale_channels
+    sizes = [shape[0] // parts] * (parts - 1)
+    sizes.append(shape[0] - sum(sizes))
+    found = [scale(torch.randn(size, shape[1], device=DEVICE), terms=terms) for size in sizes]
+    whole = ScaledWeight.stacked(found)
+    values = poisoned(shape, F8)
+    values.view(torch.uint8).copy_(whole.values.view(torch.uint8))
+    return ScaledWeight(values, whole.scale, whole.height, terms)
+
+
+@pytest.fixture
+def empty_is_nan(monkeypatch) -> None:
+    """What is not written is NaN."""
+    monkeypatch.setattr(
+        fp8.torch, "empty", lambda *shape, **how: torch.full(shape, torch.nan, **how)
+    )
+
+
+LINEAR = [
+    (1, 192, 128, 1),
+    (3, 100, 72, 1),
+    (5, 70, 1100, 2),  # parts of 35 rows: a scale for each row
+    (16, 384, 576, 3),
+    (20, 192, 520, 3),  # parts of 64
+    (40, 130, 2080, 1),
+    (70, 150, 1040, 1),  # two tiles of rows
+]
+
+
+@pytest.mark.usefixtures("empty_is_nan")
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("rows", "out", "inner", "parts"), LINEAR)
+def test_products(implementation, dtype, rows, out, inner, parts, blocks, terms) -> None:
+    weight = weight_for((out, inner), blocks, terms, parts)
+    original = torch.randn(rows, inner, device=DEVICE).to(dtype)
+    x = fp8.scale_rows(original, weight.rows_format)
+    # no row
+    x.values.view(torch.uint8)[:, rows:] = 0xFF
+    found = fp8.scaled_linear(x, weight)
+    assert found.shape[1:] == (rows, out)
+    assert found.dtype == (dtype if len(found) == 1 else torch.float32)
+    # of exactly the numbers that both hold; a GPU sums 128 columns with fewer bits
+    limit = (1.5e-4 if terms == 1 else 7e-4) if DEVICE == "cuda" else 1e-6
+    if len(found) == 1:
+        limit += {torch.float16: 5e-4, torch.bfloat16: 4e-3}.get(dtype, 0)
+    assert off(found.double().sum(0), numbers_of(x) @ numbers_of(weight).T) < limit
+    if terms == 2:
+        want = original.double().cpu() @ numbers_of(weight).T
+        assert off(found.double().sum(0), want) < limit + 1e-3
+
+
+def as_on_hopper(*operands, output_dtype: torch.dtype) -> torch.Tensor:
+    """What torch's product says of its operands, in float64."""
+    x, weight, x_scale, x_kind, w_scale, w_kind = operands
+    assert weight.stride(0) == 1
+    assert x.is_contiguous()
+    if x_kind is ScalingType.RowWise:
+        assert w_kind is ScalingType.RowWise
+        assert (x_scale.shape, w_scale.shape) == ((len(x), 1), (1, weight.shape[1]))
+        spread = x_scale.double(), w_scale.double()
+    else:
+        kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+        assert (x_kind, w_kind) == kinds
+        assert x_scale.stride() == (1, len(x))
+        both = x_scale.double(), w_scale.double().repeat_interleave(128, 1)
+        spread = both[0].repeat_interleave(128, 1), both[1].repeat_interleave(128, 0)
+    product = (x.double() * spread[0]) @ (weight.double() * spread[1])
+    return product.to(output_dtype)
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_many_rows_are_multiplied_by_torch(blocks, terms, monkeypatch) -> None:
+    monkeypatch.setattr(fp8, "scaled_mm", as_on_hopper)
+    monkeypatch.setattr(fp8, "gluon_ok", lambda name, check, device: check(device) is None)
+    scale = fp8.scale_blocks if blocks else fp8.scale_channels
+    weight = scale(torch.randn(256, 512), terms=terms)
+    x = fp8.scale_rows(torch.randn(65, 512).bfloat16(), weight.rows_format)
+    assert fp8._suits_torch(x, weight)
+    found = fp8._by_torch(x, weight)
+    assert (len(found), found.dtype) == (terms, torch.bfloat16)
+    assert off(found.double().sum(0), numbers_of(x) @ numbers_of(weight).T) < 4e-3
+    # few rows are streamed; others are the Triton kernel's
+    few = fp8.scale_rows(torch.randn(64, 512).bfloat16(), weight.rows_format)
+    assert not fp8._suits_torch(few, weight)
+    half = fp8.scale_rows(torch.randn(65, 512).half(), weight.rows_format)
+    assert not fp8._suits_torch(half, weight)
+    assert not fp8._suits_torch(x, weight.rows(0, 100))
+    if blocks:
+        assert not fp8._suits_torch(x, weight.of_height(64))
+        odd = scale(torch.randn(256, 640), terms=terms)
+        x = fp8.scale_rows(torch.randn(65, 640).bfloat16(), odd.rows_format)
+        assert not fp8._suits_torch(x, odd)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("rows", [65, 300, 1024])
+def test_products_of_many_rows(rows, blocks, terms) -> None:
+    scale = fp8.scale_blocks if blocks else fp8.scale_channels
+    weight = scale(torch.randn(6144, 4096, device="cuda"), terms=terms)
+    x = fp8.scale_rows(torch.randn(rows, 4096, device="cuda").bfloat16(), weight.rows_format)
+    found = fp8.scaled_linear(x, weight).double().sum(0)
+    assert off(found, numbers_of(x) @ numbers_of(weight).T) < 6e-3
+
+
+@pytest.mark.parametrize("how", [RowsFormat(1), RowsFormat(3), RowsFormat(3, 2)])
+def test_norms_are_quantised_as_they_are_rounded(implementation, dtype, how) -> None:
+    """To the bit what two launches make of them."""
+    partials = torch.randn(3, 5, 270, device=DEVICE)
+    stream, weight, added = (
+        torch.randn(*size, device=DEVICE).to(dtype) for size in ((5, 270), (270,), (270,))
+    )
+    rows = torch.tensor([4, 0, 4], device=DEVICE)
+    for residual, options in (
+        (stream, {}),
+        (stream, {"rows": rows, "added_weight": added}),
+        (None, {"dtype": dtype}),
+    ):
+        where = {
+            "residual_out": torch.full_like(stream[: 3 if "rows" in options else 5], torch.nan)
+        }
+        plain, total = add_rms_norm(partials, residual, weight, 1e-5, **options)
+        want = fp8.scale_rows(plain, how)
+        found, stream_out = fp8.add_norm_scaled(
+            partials, residual, weight, 1e-5, how, **options, **where
+        )
+        assert stream_out is where["residual_out"]
+        assert stream_out.equal(total)
+        assert (found.dtype, len(found)) == (dtype, len(want))
+        assert found.scale.equal(want.scale)
+        assert found.restored().equal(want.restored())
+    none = fp8.add_norm_scaled(partials[:, :0], stream[:0], weight, 1e-5, how)
+    assert [len(one) for one in none] == [0, 0]
+
+
+def shapes(rows: int, out: int, inner: int, *, blocks: bool, terms: int, height: int = 128):
+    """Rows and a weight of which only the shapes matter."""
+    groups = -(-inner // 128) if blocks else 1
+    values, scale = torch.empty(out, inner, dtype=F8), torch.empty(-(-out // height), groups)
+    weight = ScaledWeight(values, scale, height if blocks else 1, terms)
+    room = torch.empty(terms, -(-rows // 16) * 16, inner, dtype=F8)
+    return ScaledRows(room, torch.empty(rows, groups), torch.bfloat16), weight
+
+
+def test_only_few_rows_of_what_tma_copies_are_streamed(monkeypatch) -> None:
+    plain = {"blocks": True, "terms": 1}
+    assert not stream_fp8.streams_scaled(*shapes(3, 256, 256, **plain))
+    monkeypatch.setattr(stream_fp8, "ready", lambda device: True)
+    assert stream_fp8.streams_scaled(*shapes(64, 256, 256, **plain))
+    assert not stream_fp8.streams_scaled(*shapes(65, 256, 256, **plain))
+    assert not stream_fp8.streams_scaled(*shapes(0, 256, 256, **plain))
+    assert not stream_fp8.streams_scaled(*shapes(3, 256, 264, **plain))
+    # scales of 32 rows; gates that end inside a block
+    assert not stream_fp8.streams_scaled(*shapes(3, 256, 256, **plain, height=32))
+    cut = shapes(3, 320, 256, **plain)
+    assert stream_fp8.streams_scaled(*cut)
+    assert not stream_fp8.streams_scaled(*cut, gated=True)
+    assert stream_fp8.streams_scaled(*shapes(3, 320, 256, blocks=False, terms=1), gated=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "inner", "terms", "gated", "want"),
+    [
+        # of 8B: rows of weights, shares, stages, tiles before the rows come, CTAs
+        (16, 6144, 4096, 1, False, (64, 5, 5, 2, 2)),
+        (64, 6144, 4096, 1, False, (48, 2, 8, 4, 1)),
+        (5, 4096, 4096, 1, False, (64, 4, 11, 4, 1)),
+        (32, 4096, 14336, 1, False, (64, 4, 10, 4, 1)),
+        (1, 28672, 4096, 1, True, (56, 1, 5, 2, 2)),
+        (64, 28672, 4096, 2, True, (56, 1, 6, 4, 1)),
+        (17, 28672, 4096, 2, True, (56, 1, 8, 4, 1)),
+        # a short weight is asked for at once
+        (16, 1536, 1536, 1, False, (24, 3, 11, 11, 1)),
+        # scales of all columns leave less for the ring
+        (64, 28672, 57344, 1, True, (56, 1, 4, 4, 1)),
+    ],
+)
+def test_tiles(rows, out, inner, terms, gated, want, monkeypatch) -> None:
+    from specattn.kernels.fused import stream
+
+    monkeypatch.setattr(stream, "multiprocessors", lambda device: 132)
+    both = shapes(rows, out, inner, blocks=True, terms=terms)
+    tile, step, split = stream_fp8._tile(*both, gated=gated)
+    assert (step, split, tile.stages, tile.pace, tile.ctas_per_sm) == want
+
+
+STREAMED = [
+    (1, 6144, 1024),
+    (3, 384, 528),
+    (16, 320, 4096),
+    (17, 4096, 4096),
+    (33, 1000, 2064),
+    (63, 28672, 512),
+    (64, 6144, 4096),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("empty_is_nan")
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("kind", ["blocks", "halves", "channels"])
+@pytest.mark.parametrize(("rows", "out", "inner"), STREAMED)
+def test_streamed_products(rows, out, inner, kind, terms) -> None:
+    if not stream_fp8.ready(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    if kind == "halves" and out % 128:
+        pytest.skip("no blocks of 64 rows")
+    weight = weight_for((out, inner), kind != "channels", terms)
+    if kind == "halves":
+        weight = weight.of_height(64)
+        weight = ScaledWeight(
+            weight.values, weight.scale * torch.rand_like(weight.scale), 64, terms
+        )
+    x = fp8.scale_rows(torch.randn(rows, inner, device="cuda").bfloat16(), weight.rows_format)
+    x.values.view(torch.uint8)[:, rows:] = 0xFF
+    exact = numbers_of(x) @ numbers_of(weight).T
+    limit = 1.5e-4 if terms == 1 else 7e-4
+    assert stream_fp8.streams_scaled(x, weight)
+    parts = stream_fp8.stream_scaled(x, weight)
+    rounded = 4e-3 if len(parts) == 1 else 0
+    assert off(parts.double().sum(0), exact) < limit + rounded
+    assert stream_fp8.stream_scaled(x, weight).equal(parts)
+    if stream_fp8.streams_scaled(x, weight, gated=True):
+        gate, up = exact.chunk(2, dim=1)
+        found = stream_fp8.stream_scaled_gated(x, weight)
+        assert off(found, gate * gate.sigmoid() * up) < limit + 4e-3
