@@ -15,9 +15,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specattn.config import AttnConfig
-from specattn.kernels.fused.stream import ready
 from specattn.models.fused.block import Block, GatedFeed, RotaryTable
-from specattn.models.fused.projection import Projection, output_projection
+from specattn.models.fused.projection import Projection
+from specattn.models.fused.readers import output_projection
+from specattn.models.fused.scaled import quantise
 from specattn.models.head_settings import named, read_logit_scale, read_rotated
 from specattn.models.hf import rescaling_length
 from specattn.models.hub import count_from_first, first_line
@@ -66,6 +67,7 @@ class HeadBuilder:
     target: Target
     dtype: torch.dtype
     device: torch.device | str
+    quantization: str | None = None
 
     @cached_property
     def config(self) -> LlamaConfig:
@@ -175,7 +177,7 @@ class HeadBuilder:
             "embed_tokens": self._embedding(weights.get("embed_tokens.weight")),
             "lm_head": self._output(weights),
             "blocks": self._blocks(weights, layers, windows),
-            "fc": _projection(weights, "fc") if "fc.weight" in weights else None,
+            "fc": self._projection(weights, "fc") if "fc.weight" in weights else None,
             "features": features,
             "feature_size": self.target.hidden_size * len(features),
             "target_ids": None if self.mapped is None else self.mapped.to(self.device),
@@ -194,7 +196,6 @@ class HeadBuilder:
             config.head_dim,
             dtype=self.dtype,
         )
-        ready(torch.device(self.device))
         found = []
         for layer, window in zip(layers, windows or (-1,) * len(layers), strict=True):
             own = {
@@ -208,10 +209,12 @@ class HeadBuilder:
                 if order is not None
             }
             names = [key.removesuffix(".weight") for key in own if key.endswith("_proj.weight")]
-            projections = {name: _projection(own, name) for name in names}
+            projections = {name: self._projection(own, name) for name in names}
             feed = GatedFeed.of_weights(projections, config)
             shape = replace(geometry, window_left=window)
-            found.append(Block.of_weights(projections, own, rotary, shape, feed))
+            block = Block.of_weights(projections, own, rotary, shape, feed)
+            block.prepare()
+            found.append(block)
         return tuple(found)
 
     def _rotary(self) -> tuple[RotaryTable, Tensor | None]:
@@ -257,7 +260,7 @@ class HeadBuilder:
         size, wanted = self.config.hidden_size, self.target.vocab_size
         count = min(self.config.vocab_size, wanted) if self.mapped is None else len(self.mapped)
         if "lm_head.weight" in weights:
-            lm_head = _projection(weights, "lm_head")
+            lm_head = self._projection(weights, "lm_head")
         else:
             lm_head = output_projection(self.target.lm_head)
             if lm_head.in_features != size or (self.mapped is not None and count != wanted):
@@ -268,6 +271,6 @@ class HeadBuilder:
                 )
         return lm_head if lm_head.out_features == count else lm_head.rows(0, count)
 
-
-def _projection(weights: dict[str, Tensor], name: str) -> Projection:
-    return Projection(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+    def _projection(self, weights: dict[str, Tensor], name: str) -> Projection:
+        plain = Projection(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+        return plain if self.quantization is None else quantise(plain, self.quantization)

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from specattn.autocast import without_autocast
 from specattn.kernels.fused import add_rms_norm
+from specattn.kernels.fused.fp8 import scale_rows
 from specattn.models.eagle import DraftHead
+from specattn.models.fused.block import add_norm_for
 from specattn.models.head_settings import named, read_windows
 from specattn.speculative.proposers.block import BlockShape, BlockView
 
@@ -118,8 +120,11 @@ class DFlashHead(DraftHead):
     @without_autocast
     def write_context(self, states: Tensor, positions: Tensor, pool: KVPool, slots: Tensor) -> None:
         """Store every layer's keys and values; see `BlockDraftModel.write_context`."""
+        # once for all layers
+        how = self.blocks[0].qkv.rows_format
+        x = states if how is None else scale_rows(states, how)
         for layer, block in enumerate(self.blocks):
-            parts, rotation = block.keys_values(states)
+            parts, rotation = block.keys_values(x)
             pool.store_packed(layer, slots, parts, positions, rotation, 0)
 
     @torch.no_grad()
@@ -131,10 +136,13 @@ class DFlashHead(DraftHead):
         blocks, eps = self.blocks, self.blocks[0].eps
         last = len(blocks) - 1
         ids, table = self._embedding(input_ids)
-        x, stream = add_rms_norm(table[None], None, blocks[0].input_norm, eps, rows=ids)
+        how = blocks[0].qkv.rows_format
+        x, stream = add_norm_for(how, table[None], None, blocks[0].input_norm, eps, rows=ids)
         for layer, block in enumerate(blocks):
             wanted = rows if layer == last else None
             x, stream = block.attend(x, stream, layer, positions, attend, wanted)
-            norm = self.norm if layer == last else blocks[layer + 1].input_norm
-            x, stream = add_rms_norm(block.feed(x), stream, norm, eps)
+            norm, how = self.norm, self.lm_head.rows_format
+            if layer < last:
+                norm, how = blocks[layer + 1].input_norm, blocks[layer + 1].qkv.rows_format
+            x, stream = add_norm_for(how, block.feed(x), stream, norm, eps)
         return self._logits(x)

@@ -20,6 +20,7 @@ from specattn.models.head_settings import (
 )
 from specattn.models.hf import HFTarget
 from specattn.models.hub import blaming
+from specattn.models.quantisation import check_format
 from specattn.models.vocabulary import (
     check_head_tokenizer,
     check_padding,
@@ -50,6 +51,7 @@ def load_draft(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    quantization: str | None = None,
 ) -> EagleHead | Eagle3Head:
     """Load an EAGLE, EAGLE-2 or EAGLE-3 head for a target.
 
@@ -65,6 +67,9 @@ def load_draft(
         The target model. A head without an embedding or output projection shares the target's.
     dtype, device : optional
         The dtype and device of the head; the target's if None.
+    quantization : str, optional
+        How to quantise the head's own weights, as in `HFTarget.from_pretrained`. The texts do not
+        depend on it.
 
     Raises
     ------
@@ -72,10 +77,13 @@ def load_draft(
         If the checkpoint is broken, of another kind, or made for another target. The line names
         the file, the setting or the tensor; ``argument`` is "draft".
     ValueError
-        If ``target`` is none, such as a model of transformers itself.
+        If ``target`` is none, such as a model of transformers itself; if ``quantization`` is none
+        of the known ways.
     """
     builds = {"eagle": _eagle, "eagle3": _eagle3}
-    head: EagleHead | Eagle3Head = _load(path_or_id, target, builds, dtype=dtype, device=device)
+    head: EagleHead | Eagle3Head = _load(
+        path_or_id, target, builds, dtype=dtype, device=device, quantization=quantization
+    )
     return head
 
 
@@ -85,6 +93,7 @@ def load_dflash(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    quantization: str | None = None,
 ) -> DFlashHead:
     """Load a DFlash head for a target.
 
@@ -93,7 +102,7 @@ def load_dflash(
 
     Parameters
     ----------
-    path_or_id, target, dtype, device
+    path_or_id, target, dtype, device, quantization
         As in `load_draft`.
 
     Raises
@@ -102,10 +111,12 @@ def load_dflash(
         If the checkpoint is broken, of another kind, or made for another target. The line names
         the file, and the setting or the tensor; ``argument`` is "draft".
     ValueError
-        If ``target`` is none, such as a model of transformers itself.
+        As `load_draft`.
     """
     builds = {"dflash": _dflash}
-    head: DFlashHead = _load(path_or_id, target, builds, dtype=dtype, device=device)
+    head: DFlashHead = _load(
+        path_or_id, target, builds, dtype=dtype, device=device, quantization=quantization
+    )
     return head
 
 
@@ -115,6 +126,7 @@ def load_lm_draft(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    quantization: str | None = None,
 ) -> LMDraft:
     """Load a causal LM of Hugging Face as a target's draft.
 
@@ -126,6 +138,8 @@ def load_lm_draft(
         The target model. It need not give any features.
     dtype, device : optional
         The dtype and device of the draft; the target's if None.
+    quantization : str, optional
+        As in `HFTarget.from_pretrained`.
 
     Raises
     ------
@@ -138,7 +152,10 @@ def load_lm_draft(
     check_model("target", target, _TARGET)
     try:
         model = HFTarget.from_pretrained(
-            path_or_id, dtype=dtype or target.dtype, device=device or target.device
+            path_or_id,
+            dtype=dtype or target.dtype,
+            device=device or target.device,
+            quantization=quantization,
         )
     except ModelError as error:
         raise ModelError("draft", str(error)) from error
@@ -177,9 +194,11 @@ def _load(
     *,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
+    quantization: str | None,
 ) -> Any:
     """Load a head of a kind that ``builds`` has."""
     check_model("target", target, _TARGET)
+    check_format("quantization", quantization)
     checkpoint = Checkpoint.of(path_or_id)
     with blaming("draft", checkpoint.name):
         if (build := builds.get(checkpoint.kind)) is None:
@@ -191,8 +210,8 @@ def _load(
             )
         check_settings(checkpoint)
         check_head_tokenizer(checkpoint.folder, checkpoint.name, target)
-        head = HeadBuilder(checkpoint, target, dtype or target.dtype, device or target.device)
-        return build(head)
+        dtype, device = dtype or target.dtype, device or target.device
+        return build(HeadBuilder(checkpoint, target, dtype, device, quantization))
 
 
 def _eagle(head: HeadBuilder) -> EagleHead:

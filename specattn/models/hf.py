@@ -15,6 +15,7 @@ from specattn.errors import ModelError
 from specattn.models.interface import INTERFACE, ModelState, call_attend
 from specattn.models.pretrained import load_causal, tokenizer_of
 from specattn.models.probe import probe_layers
+from specattn.models.quantisation import prepare
 from specattn.models.shards import check_heads, process_group
 from specattn.speculative.model import TargetOutput
 
@@ -107,6 +108,7 @@ class HFTarget(LoadedTarget):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         tp_plan: str | dict[str, str] | None = None,
+        quantization: str | None = None,
     ) -> Self:
         """Load a model from a folder or from the Hub.
 
@@ -122,14 +124,21 @@ class HFTarget(LoadedTarget):
         tp_plan : str or dict, optional
             How transformers shards the weights over the processes of ``torchrun``; ``"auto"`` is
             the model's own plan. See docs/tensor_parallel.md.
+        quantization : str, optional
+            ``"fp8"``, ``"fp8-channel"`` or ``"fp8-weights"``: how to quantise plain weights, which
+            makes another model; see docs/quantised_weights.md.
 
         Raises
         ------
         ModelError
             If the model is not found, unreachable, gated, corrupt or incomplete, or if this
-            library does not compute its attention. ``argument`` is "target".
+            library does not compute its attention. ``argument`` is "target", or "quantization".
+        ValueError
+            If ``quantization`` is none of these.
         """
-        module, name = load_causal(path_or_id, dtype=dtype, device=device, tp_plan=tp_plan)
+        module, name = load_causal(
+            path_or_id, dtype=dtype, device=device, tp_plan=tp_plan, quantization=quantization
+        )
         return cls.from_model(module, name=name)
 
     @classmethod
@@ -150,6 +159,7 @@ class HFTarget(LoadedTarget):
         try:
             module.eval().requires_grad_(False)
             check_heads(name, module, config)
+            prepare(module)
             return cls(module, probe_layers(module), before, name=name)
         except BaseException:
             before.restore(module)

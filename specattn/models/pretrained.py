@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,12 @@ from transformers.utils import logging as hf_logging
 
 from specattn.errors import ModelError
 from specattn.models.hub import blaming, count_from_first, first_line, is_gguf, locate
+from specattn.models.quantisation import (
+    check_format,
+    keeping_fp8,
+    quantise_model,
+    read_quantised,
+)
 from specattn.models.shards import process_group, too_old
 
 if TYPE_CHECKING:
@@ -49,14 +55,18 @@ def load_causal(
     dtype: torch.dtype | None,
     device: torch.device | str,
     tp_plan: str | dict[str, str] | None,
+    quantization: str | None = None,
 ) -> tuple[Any, str]:
-    """Load a causal LM of plain weights; see `HFTarget.from_pretrained`.
+    """Load a causal LM; see `HFTarget.from_pretrained`.
 
     Returns the model and its folder, file or Hub id.
     """
     name = locate("target", path_or_id)
     if tp_plan is not None and is_gguf(name):
         raise ModelError("target", f"{name} is a GGUF file, whose weights are not sharded")
+    check_format("quantization", quantization)
+    if tp_plan is not None and quantization is not None:
+        raise ModelError("target", f"{name} is sharded, and weights of ranks are not quantised")
     with blaming("target", name), _source_of(name) as (folder, file):
         if file:
             _check_whole(name)
@@ -64,28 +74,33 @@ def load_causal(
         config = AutoConfig.from_pretrained(folder, **file, trust_remote_code=False)
         _check_causal(name, config)
         plain = _dequantised(name, config, is_file=bool(file))
-        module, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            **file,
-            config=config,
-            dtype=dtype or "auto",
-            # Some classes know no other; `from_model` switches.
-            attn_implementation="eager",
-            trust_remote_code=False,
-            # Both are reported by name below; transformers would log a table, and
-            # initialise what is missing at random.
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **_distributed(name, tp_plan),
-            **plain,
-        )
+        # shards are transformers' own modules', which multiply no float8 without a GPU
+        with keeping_fp8(config) if tp_plan is None else nullcontext():
+            module, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                **file,
+                config=config,
+                dtype=dtype or "auto",
+                # Some classes know no other; `from_model` switches.
+                attn_implementation="eager",
+                trust_remote_code=False,
+                # Both are reported by name below; transformers would log a table, and
+                # initialise what is missing at random.
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **_distributed(name, tp_plan),
+                **plain,
+            )
         _check_complete(name, info)
         if file:
             _add_ends(name, module.generation_config)
         if dtype is not None and plain and not file:
             _convert_experts(module, dtype)
         if process_group(module) is None:
+            read_quantised(module)
             module = module.to(device)
+            if quantization is not None:
+                quantise_model(module, quantization)
     return module, name
 
 

@@ -6,12 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from specattn.models.fused.projection import (
-    ModuleProjection,
-    Projection,
-    output_projection,
-    projection_of,
-)
+from specattn.models.fused.projection import ModuleProjection, Projection
+from specattn.models.fused.readers import output_projection, projection_of
 
 IN, OUT, TOKENS = 24, 14, 5
 

@@ -52,6 +52,7 @@ class Experts:
     """A layer's experts, SGLang's own module, which adds up over ranks."""
 
     module: Any
+    rows_format: None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Feed ``x [T, H]`` forward; returns ``parts [1, T, H]``."""

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from specattn.attention.bound import BoundLayers
 from specattn.kernels.fused import Rotation, add_rms_norm, qk_norm_rope_store_kv
+from specattn.kernels.fused.fp8 import RowsFormat, add_norm_scaled
 from specattn.models.fused.family import LLAMA, Family, activation_of
-from specattn.models.fused.projection import Projection, projection_of
+from specattn.models.fused.projection import Projection
+from specattn.models.fused.readers import projection_of
 from specattn.models.hf import refuse_rescaling, rescaling_length
 from specattn.models.shards import is_sharded, own
 
@@ -74,7 +76,11 @@ class RotaryTable:
 class Feed(Protocol):
     """The feed-forward part of a layer."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def rows_format(self) -> RowsFormat | None:
+        """How its rows are quantised, if they are."""
+
+    def __call__(self, x: Any) -> Tensor:
         """Feed normed rows ``[T, H]`` forward; returns ``parts [S, T, H]``."""
 
 
@@ -108,7 +114,12 @@ class GatedFeed:
             activation=activation_of(config),
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @cached_property
+    def rows_format(self) -> RowsFormat | None:
+        """How its rows are quantised, if they are."""
+        return self.gate_up.rows_format
+
+    def __call__(self, x: Any) -> Tensor:
         """Feed ``x [T, H]`` forward; returns ``parts [S, T, H]``."""
         if self.activation is None:
             return self.down.parts(self.gate_up.gated(x))
@@ -121,8 +132,9 @@ class ModuleFeed:
     """A feed-forward part that the host's module computes, such as experts."""
 
     module: nn.Module
+    rows_format: None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Any) -> Tensor:
         """Feed ``x [T, H]`` forward; returns ``parts [1, T, H]``."""
         found: Tensor = self.module(x[None])
         return found
@@ -235,6 +247,13 @@ class Block:
         block.qkv.lend([modules[name] for name in HEADS])
         return block
 
+    def prepare(self) -> None:
+        """Try out the kernels of its products, which a capture cannot do."""
+        feed = self.feed
+        fed = (feed.gate_up, feed.down) if isinstance(feed, GatedFeed) else ()
+        for part in (self.qkv, self.o, *fed):
+            part.prepare()
+
     @cached_property
     def rotation(self) -> Rotation:
         """The heads' bias, norms and position embedding, as the kernels take them."""
@@ -245,31 +264,37 @@ class Block:
         """The projection to heads; `rotation` has its bias."""
         return self.qkv.without_bias()
 
-    def keys_values(self, x: Tensor) -> tuple[Tensor, Rotation]:
+    @cached_property
+    def _keys_values(self) -> Projection:
+        """The projection to keys and values."""
+        return self.qkv.rows(self.geometry.num_qo_heads * self.geometry.head_dim)
+
+    def keys_values(self, x: Any) -> tuple[Tensor, Rotation]:
         """Return keys and values ``[S, T, 2 Hkv D]``, and their rotation."""
-        keys_values = self.qkv.rows(self.geometry.num_qo_heads * self.geometry.head_dim)
-        rotation = replace(self.rotation, bias=keys_values.bias)
-        return keys_values.without_bias().parts(x), rotation
+        rotation = replace(self.rotation, bias=self._keys_values.bias)
+        return self._keys_values.without_bias().parts(x), rotation
 
     def attend(
         self,
-        x: Tensor,
+        x: Any,
         stream: Tensor,
         layer: int,
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Any, Tensor]:
         """Attend with the normed ``x``, and add the result to the stream.
 
-        Returns the norm of the new stream, and the stream, ``[R, H]`` each.
+        Returns the norm of the new stream, and the stream, ``[R, H]`` each. Both norms are as
+        `add_norm_for` returns them, for the heads and for the feed-forward part.
         """
         parts = self._heads_alone.parts(x)
         if isinstance(attend, BoundLayers):
             out = attend.packed(layer, parts, positions, self.rotation)
         else:
             out = attend(layer, *self._heads(parts, positions))
-        result: tuple[Tensor, Tensor] = add_rms_norm(
+        return add_norm_for(
+            self.feed.rows_format,
             self.o.parts(out.flatten(1)),
             stream,
             self.post_norm,
@@ -277,7 +302,6 @@ class Block:
             rows=rows,
             added_weight=self.added_norms[0],
         )
-        return result
 
     def _heads(self, parts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rotated heads, for an `Attend` that stores them itself."""
@@ -289,6 +313,28 @@ class Block:
         turn = self.rotation
         qk_norm_rope_store_kv(parts, positions, turn, q, k, v, None)
         return q, k, v
+
+
+def add_norm_for(
+    how: RowsFormat | None,
+    partials: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    **options: Any,
+) -> tuple[Any, Tensor]:
+    """Add to the stream, and norm the sum for its reader.
+
+    Parameters
+    ----------
+    how : RowsFormat, optional
+        How what reads the norm takes its rows: then the norm is a `ScaledRows`, else a Tensor.
+    partials, residual, weight, eps, **options
+        As `add_rms_norm` takes them.
+    """
+    if how is None:
+        return add_rms_norm(partials, residual, weight, eps, **options)
+    return add_norm_scaled(partials, residual, weight, eps, how, **options)
 
 
 def projections_of(layer: nn.Module) -> dict[str, nn.Module]:
@@ -351,7 +397,8 @@ class FusedModel:
         return torch.arange(len(embeds), device=embeds.device), embeds.to(self.dtype)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self.lm_head.product(x.to(self.lm_head.dtype))
+        dtype = self.lm_head.dtype
+        return self.lm_head.product(x if dtype is None else x.to(dtype))
 
     def for_context(self, max_context_len: int) -> Self:
         """Return a model of the same weights that rotates so many positions.

@@ -1,7 +1,8 @@
 """Weights as objects: products, bias, and what ranks make of them.
 
-A dtype of weights is a class here, with a row in the table of each reader: `READERS` for modules
-of transformers, that of `specattn.integrations.sglang.fused` for SGLang's.
+A dtype of weights is a class, with a row in the table of each reader: that of
+`specattn.models.fused.readers` for modules of transformers, that of
+`specattn.integrations.sglang.fused` for SGLang's.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from specattn.kernels.fused import add_partials
-from specattn.kernels.fused.stream import stream_gated, stream_linear, streams
-from specattn.models.shards import is_sharded, own, shard_like, sum_over
+from specattn.kernels.fused.stream import ready, stream_gated, stream_linear, streams
+from specattn.models.shards import own, shard_like, sum_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup
+
+    from specattn.kernels.fused.fp8 import RowsFormat
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,14 +60,23 @@ class Projection:
         return len(self.weight) if self.size is None else self.size
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of what is multiplied."""
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of what is multiplied, None if of any."""
         return self.weight.dtype
+
+    @property
+    def rows_format(self) -> RowsFormat | None:
+        """How what is multiplied is quantised, if it is."""
+        return None
 
     @property
     def nbytes(self) -> int:
         """The bytes that a product reads of it."""
         return self.weight.nbytes
+
+    def prepare(self) -> None:
+        """Try out the kernel of its products, which a capture cannot do."""
+        ready(self.weight.device)
 
     def parts(self, x: Tensor) -> Tensor:
         """Multiply ``x [T, in]``; returns ``[S, T, out]``, which add up."""
@@ -115,12 +127,12 @@ class Projection:
 
     @classmethod
     def stacked(cls, parts: Sequence[Self]) -> Self:
-        """Pack projections of one input, the first one's rows first."""
+        """Pack projections of one input and kind, the first one's rows first."""
+        kind = type(parts[0])
+        if kind is not cls:
+            return kind.stacked(parts)
         weight = torch.cat([part.weight for part in parts])
-        if all(part.bias is None for part in parts):
-            return cls(weight)
-        # a part may lack one
-        return cls(weight, torch.cat([_bias(part) for part in parts]))
+        return cls(weight, stacked_bias(parts))
 
     def lend(self, modules: Sequence[Any]) -> None:
         """Make the weights of modules, packed in this order, its views."""
@@ -166,35 +178,16 @@ class ModuleProjection(Projection):
         return replace(self, first=self.first + first, size=size)
 
 
-#: How modules of transformers are read, by class.
-READERS: Mapping[type[nn.Module], Callable[[Any], Projection]] = {
-    nn.Linear: lambda module: Projection(own(module.weight), _own_bias(module)),
-}
-
-
-def projection_of(module: nn.Module) -> Projection:
-    """Return what this rank holds of a module's weight.
-
-    The module's class is one of `READERS`.
-    """
-    return READERS[type(module)](module)
-
-
-def output_projection(module: Any) -> Projection:
-    """Return the projection to logits.
-
-    Of another class, and of shards, the module itself is called.
-    """
-    if isinstance(module, Projection):
-        return module
-    if type(module) in READERS and not is_sharded(module, recurse=False):
-        return projection_of(module)
-    return ModuleProjection.of(module)
-
-
-def _own_bias(module: Any) -> Tensor | None:
+def own_bias(module: Any) -> Tensor | None:
+    """Return what this rank holds of a module's bias."""
     return None if module.bias is None else own(module.bias)
 
 
-def _bias(part: Projection) -> Tensor:
-    return part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias
+def stacked_bias(parts: Sequence[Projection]) -> Tensor | None:
+    """Return the bias of packed projections, of which some may lack one."""
+    given = [part.bias for part in parts if part.bias is not None]
+    if not given:
+        return None
+    missing = (given[0].new_zeros(len(part.weight)) for part in parts)
+    both = zip(parts, missing, strict=True)
+    return torch.cat([zeros if part.bias is None else part.bias for part, zeros in both])

@@ -18,7 +18,6 @@ from specattn.autocast import without_autocast
 from specattn.checks import instance
 from specattn.errors import ModelError
 from specattn.kernels.fused import add_rms_norm
-from specattn.kernels.fused.stream import ready
 from specattn.models.fused.block import (
     GATES,
     HEADS,
@@ -26,10 +25,11 @@ from specattn.models.fused.block import (
     Block,
     FusedModel,
     RotaryTable,
+    add_norm_for,
     projections_of,
 )
 from specattn.models.fused.family import FAMILIES
-from specattn.models.fused.projection import READERS, output_projection
+from specattn.models.fused.readers import UnreadError, output_projection, projection_of
 from specattn.models.hf import HFTarget, LoadedTarget
 from specattn.models.shards import own, shared_axis
 from specattn.speculative.model import TargetOutput
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from specattn.kernels.fused.fp8 import RowsFormat
     from specattn.speculative.model import Attend
 
 log = logging.getLogger(__name__)
@@ -99,10 +100,13 @@ class FusedTarget(FusedModel, LoadedTarget):
                 modules.model.layers, _rotations(target), target.layers, strict=True
             )
         )
-        ready(target.device)
+        for block in blocks:
+            block.prepare()
+        lm_head = output_projection(target.lm_head)
+        lm_head.prepare()
         return cls(
             embed_tokens=target.embed_tokens,
-            lm_head=output_projection(target.lm_head),
+            lm_head=lm_head,
             blocks=blocks,
             features=target.features,
             norm=family.norm(own(modules.model.norm.weight)),
@@ -126,7 +130,8 @@ class FusedTarget(FusedModel, LoadedTarget):
         blocks, eps = self.blocks, self.blocks[0].eps
         states, views = self._states(len(input_ids))
         ids, table = self._embedding(input_ids)
-        x, stream = add_rms_norm(
+        x, stream = add_norm_for(
+            blocks[0].qkv.rows_format,
             table[None],
             None,
             blocks[0].input_norm,
@@ -137,7 +142,8 @@ class FusedTarget(FusedModel, LoadedTarget):
         )
         for layer, block in enumerate(blocks[:-1]):
             x, stream = block.attend(x, stream, layer, positions, attend)
-            x, stream = add_rms_norm(
+            x, stream = add_norm_for(
+                blocks[layer + 1].qkv.rows_format,
                 block.feed(x),
                 stream,
                 blocks[layer + 1].input_norm,
@@ -196,6 +202,9 @@ def _reasons(target: HFTarget) -> Iterator[str]:
         read = projections_of(layer)
         for name, part in read.items():
             yield from _odd(f"model.layers.{at}.{name}", part, sharded=sharded)
+        for names in (HEADS, GATES):
+            parts = {name: read[name] for name in names if name in read}
+            yield from (f"model.layers.{at}.{reason}" for reason in _unlike(parts))
         if not read.keys() >= set(GATES) and not (FAMILIES[kind].experts and not sharded):
             yield f"model.layers.{at}.mlp is a {type(layer.mlp).__name__}"
     yield from _odd("lm_head", target.lm_head, sharded=sharded)
@@ -203,13 +212,34 @@ def _reasons(target: HFTarget) -> Iterator[str]:
 
 def _odd(name: str, part: nn.Module, *, sharded: bool) -> Iterator[str]:
     """Say what a module computes besides its product, if anything."""
-    # a quantised or adapted layer has scales or further weights
-    if type(part) not in READERS:
-        yield f"{name} is a {type(part).__name__}"
+    # an adapted layer has further weights
+    try:
+        quantised = projection_of(part).rows_format is not None
+    except UnreadError as error:
+        yield f"{name} is {error}"
+        return
+    if quantised and sharded:
+        yield f"{name} is quantised, and shared by ranks"
+        return
     axis = next((axis for names, axis in _SHARED.items() if name.endswith(names)), None)
     found = shared_axis(part.weight) if isinstance(part, nn.Linear) else None
     if axis is not None and found != (axis if sharded else None):
         yield f"{name} is shared by ranks along axis {found}, not {axis}"
+
+
+def _unlike(parts: dict[str, nn.Module]) -> Iterator[str]:
+    """Say which packed module is quantised in another way than the first."""
+    first = next(iter(parts), "")
+    for name, part in parts.items():
+        if _format(part) != _format(parts[first]):
+            yield f"{name} is not quantised as {first} is"
+
+
+def _format(part: nn.Module) -> RowsFormat | None:
+    try:
+        return projection_of(part).rows_format
+    except UnreadError:
+        return None
 
 
 def fuse(

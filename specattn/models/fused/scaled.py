@@ -1,0 +1,199 @@
+"""Float8 weights of the fused path, and of transformers' modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from specattn.kernels.fused import add_partials
+from specattn.kernels.fused.fp8 import (
+    RowsFormat,
+    ScaledRows,
+    ScaledWeight,
+    many_rows_ready,
+    scale_blocks,
+    scale_channels,
+    scale_rows,
+    scaled_linear,
+)
+from specattn.kernels.fused.stream_fp8 import (
+    ready,
+    stream_scaled,
+    stream_scaled_gated,
+    streams_scaled,
+)
+from specattn.models.fused.projection import Projection, stacked_bias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+#: Ways to quantise plain weights: what each does, for the help of options.
+FORMATS = {
+    "fp8": "blocks of 128 x 128, and rows per 128 columns",
+    "fp8-channel": "a scale per row of weights and of what they multiply",
+    "fp8-weights": "blocks of 128 x 128, and nothing else",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledProjection(Projection):
+    """A weight in e4m3, which multiplies quantised rows.
+
+    Parameters
+    ----------
+    scale : Tensor
+        ``[ceil(out / height), G]`` float32, see `ScaledWeight`; the other parts are those of
+        `Projection`.
+    height : int
+        Rows that share a scale.
+    terms : int
+        Of the rows that it multiplies; two quantise the weight alone.
+    """
+
+    scale: Tensor = field(kw_only=True)
+    height: int = field(kw_only=True)
+    terms: int = field(kw_only=True, default=1)
+
+    @classmethod
+    def of(cls, scaled: ScaledWeight, bias: Tensor | None = None) -> Self:
+        """Return the projection of a quantised weight."""
+        return cls(
+            scaled.values, bias, scale=scaled.scale, height=scaled.height, terms=scaled.terms
+        )
+
+    @cached_property
+    def scaled(self) -> ScaledWeight:
+        """The weight with its scales."""
+        return ScaledWeight(self.weight, self.scale, self.height, self.terms)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None, for rows of any dtype are quantised."""
+        return None
+
+    @property
+    def rows_format(self) -> RowsFormat | None:
+        """How rows are quantised."""
+        return self.scaled.rows_format
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that a product reads of it."""
+        return self.weight.nbytes + self.scale.nbytes
+
+    def prepare(self) -> None:
+        """Try out the kernels of its products, which a capture cannot do."""
+        ready(self.weight.device)
+        many_rows_ready(self.scaled)
+
+    def gated(self, x: Any) -> Tensor:
+        """Return ``silu(x gate) * (x up)``, ``[T, out / 2]``.
+
+        As everywhere, ``x`` is a Tensor, or a `ScaledRows` of `rows_format`.
+        """
+        if self.bias is not None:
+            return super().gated(x)
+        weight, rows = self.scaled, self._quantised(x)
+        if streams_scaled(rows, weight, gated=True):
+            return stream_scaled_gated(rows, weight)
+        gated: Tensor = add_partials(scaled_linear(rows, weight), x.dtype, gated=True)
+        return gated
+
+    def _quantised(self, x: Any) -> ScaledRows:
+        return x if isinstance(x, ScaledRows) else scale_rows(x, self.scaled.rows_format)
+
+    def _parts(self, x: Any) -> Tensor:
+        weight, rows = self.scaled, self._quantised(x)
+        multiply = stream_scaled if streams_scaled(rows, weight) else scaled_linear
+        parts = multiply(rows, weight)
+        if self.bias is None:
+            return parts
+        return (parts.float().sum(0) + self.bias).to(x.dtype)[None]
+
+    def rows(self, first: int, end: int | None = None) -> Self:
+        """Return the projection to the columns ``[first, end)`` of the result."""
+        part = self.scaled.rows(first, end)
+        bias = None if self.bias is None else self.bias[first:end]
+        return replace(self, weight=part.values, bias=bias, scale=part.scale, height=part.height)
+
+    @classmethod
+    def stacked(cls, parts: Sequence[Self]) -> Self:
+        """Pack projections of one input, the first one's rows first."""
+        return cls.of(ScaledWeight.stacked([part.scaled for part in parts]), stacked_bias(parts))
+
+
+class ScaledLinear(nn.Module):
+    """A module in the place of `nn.Linear`, of a quantised weight.
+
+    Parameters
+    ----------
+    projection : ScaledProjection
+        Its numbers.
+    """
+
+    def __init__(self, projection: ScaledProjection) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(projection.weight, requires_grad=False)
+        self.scale = nn.Parameter(projection.scale, requires_grad=False)
+        bias = projection.bias
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.height, self.terms = projection.height, projection.terms
+
+    @property
+    def in_features(self) -> int:
+        """The width of what is multiplied."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """The width of the result."""
+        return len(self.weight)
+
+    @property
+    def projection(self) -> ScaledProjection:
+        """Its numbers, as they lie now."""
+        return ScaledProjection(
+            self.weight, self.bias, scale=self.scale, height=self.height, terms=self.terms
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Let conversions move the numbers, and convert the bias alone."""
+        kept = self.weight, self.scale
+
+        def applied(one: Tensor) -> Tensor:
+            found = fn(one)
+            if found.dtype == one.dtype or not any(one is part for part in kept):
+                return found
+            return one.to(found.device)
+
+        super()._apply(applied, recurse)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``x [..., in]``; returns ``[..., out]``."""
+        product: Tensor = self.projection.product(x.flatten(0, -2))
+        return product.view(*x.shape[:-1], -1)
+
+
+def quantise(projection: Projection, kind: str) -> ScaledProjection:
+    """Quantise a plain projection.
+
+    Parameters
+    ----------
+    projection : Projection
+        Of plain weights.
+    kind : str
+        One of `FORMATS`.
+    """
+    terms = 2 if kind == "fp8-weights" else 1
+    scale = scale_channels if kind == "fp8-channel" else scale_blocks
+    return ScaledProjection.of(scale(projection.weight, terms=terms), projection.bias)
+
+
+def as_weights_alone(projection: ScaledProjection) -> ScaledProjection:
+    """Return the projection that quantises no rows, of the same numbers."""
+    return replace(projection, terms=2)
