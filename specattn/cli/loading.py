@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from specattn.speculative.model import TargetModel
     from specattn.speculative.proposers.drafts import Draft
 
+log = logging.getLogger(__name__)
+
 #: What ``--dtype`` may be.
 DTYPES = "auto, float32 (fp32), float16 (fp16) or bfloat16 (bf16)"
 _DTYPES = {
@@ -37,6 +40,8 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
+#: What ``--quantization`` may be.
+QUANTIZATIONS = ("fp8", "fp8-channel", "fp8-weights")
 _Value = TypeVar("_Value")
 # hidden size from which a CPU's threads gain from sharing one product; below, they only wait
 _SHARED_FROM = 1024
@@ -114,6 +119,8 @@ def load_models(  # noqa: PLR0913 - a command's options
     kind: str = "eagle3",
     lookup_first: bool = False,
     fused: bool = True,
+    quantization: str | None = None,
+    draft_quantization: str | None = None,
 ) -> Models:
     """Load a target and its draft, by default the shipped pair.
 
@@ -121,7 +128,7 @@ def load_models(  # noqa: PLR0913 - a command's options
     weights, and ``fused`` says whether to fuse each model that has a fused form
     (`specattn.models.fuse`). An ArgumentError or a ModelError names one that is missing, broken, or
     does not fit the other. ``kind`` is one of `options.DRAFT_KINDS`; lookup drafts without a model,
-    or with ``lookup_first`` in front of one.
+    or with ``lookup_first`` in front of one. Weights are quantised as the last two say.
     """
     kind = kind if speculative else "none"
     _check_draft(target, draft, kind)
@@ -134,13 +141,26 @@ def load_models(  # noqa: PLR0913 - a command's options
             dtype=dtype,
             device=device,
             tp_plan="auto" if world_size() > 1 else None,
+            quantization=quantization,
         )
+        if quantization is not None and getattr(found.config, "quantization_config", None) is None:
+            log.warning(
+                "--quantization %s makes another model of %s, with texts of its own",
+                quantization,
+                found.name,
+            )
         if device.type == "cpu" and found.hidden_size < _SHARED_FROM:
             torch.set_num_threads(1)
         head: Any = None
         loaders = {"eagle3": load_draft, "dflash": load_dflash, "model": load_lm_draft}
         if load := loaders.get(kind):
-            head = load(draft or shipped("--draft", kind), found, dtype=dtype, device=device)
+            head = load(
+                draft or shipped("--draft", kind),
+                found,
+                dtype=dtype,
+                device=device,
+                quantization=draft_quantization,
+            )
             if kind != "model":
                 found = found.with_features(head.features)
         models: tuple[Any, Any] = fuse(found, head) if fused else (found, head)
@@ -226,6 +246,13 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype ``name``; ``auto`` is bfloat16 on CUDA, else float32."""
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     return pick("--dtype", name, _DTYPES | {"auto": auto}, DTYPES)
+
+
+def pick_quantization(option: str, name: str | None) -> str | None:
+    """Return how an option says to quantise weights."""
+    known = dict(zip(QUANTIZATIONS, QUANTIZATIONS, strict=True))
+    expected = f"{', '.join(QUANTIZATIONS[:-1])} or {QUANTIZATIONS[-1]}"
+    return None if name is None else pick(option, name, known, expected)
 
 
 def pick_kv_dtype(name: str) -> torch.dtype | None:

@@ -56,6 +56,11 @@ DRAFT_KINDS = ("eagle3", "dflash", "model", "lookup", "none")
 _LOOKUP_FIRST = (
     "Where the text repeats itself, draft from it as lookup does, and else by the draft."
 )
+_QUANTIZATION = (
+    "Quantise the target's plain weights: fp8 (in blocks), fp8-channel or fp8-weights (nothing "
+    "but weights). It is another model then. With FP8 weights, fp8-weights quantises nothing else."
+)
+_DRAFT_QUANTIZATION = "The same for the draft, on which the texts do not depend."
 _DTYPE = f"{loading.DTYPES}. auto is bfloat16 on CUDA, float32 elsewhere."
 
 #: Beside the tree's ``--topk`` there is a sampler's ``--top-k``.
@@ -146,6 +151,10 @@ class EngineCommand(ModelCommand):
     """A command that makes an engine."""
 
     lookup_first: Annotated[bool, option(MODELS, _LOOKUP_FIRST, "--lookup-first")] = False
+    quantization: Annotated[str | None, option(MODELS, _QUANTIZATION, metavar="HOW")] = None
+    draft_quantization: Annotated[
+        str | None, option(MODELS, _DRAFT_QUANTIZATION, metavar="HOW")
+    ] = None
     topk: Annotated[int | None, option(SPECULATION, _TOPK)] = None
     steps: Annotated[int | None, option(SPECULATION, _STEPS)] = None
     draft_tokens: DraftTokensOption = None
@@ -179,7 +188,16 @@ class EngineCommand(ModelCommand):
             speculative=config.num_steps > 0,
             lookup_first=self.lookup_first,
             fused=not self.no_fused,
+            quantization=loading.pick_quantization("--quantization", self.quantization),
+            draft_quantization=self._draft_quantization(),
         )
+
+    def _draft_quantization(self) -> str | None:
+        how = loading.pick_quantization("--draft-quantization", self.draft_quantization)
+        without = how is not None and self.draft_kind in ("lookup", "none")
+        reason = f"needs a model that drafts, which --draft-kind {self.draft_kind} has not"
+        refuse((without, "--draft-quantization", reason))
+        return how
 
     def config(self, *, adaptive: bool = False) -> SpecConfig:
         """Return the speculative config of options; missing ones follow from the others."""

@@ -52,6 +52,7 @@ def generate(  # noqa: PLR0913 - as its docstring says
     *,
     streamer: Any = None,
     draft: Any = None,
+    draft_quantization: str | None = None,
     spec_config: SpecConfig | None = None,
     backend: str = "auto",
     **kwargs: Any,
@@ -82,6 +83,9 @@ def generate(  # noqa: PLR0913 - as its docstring says
         An EAGLE head: its folder or Hub id, ``"shipped"`` for that of the shipped pair, or one that
         `load_draft` has loaded; a whole model (`LMDraft`), or what else proposes tokens. Without
         one, ``assistant_model`` or ``prompt_lookup_num_tokens``, decoding is plain.
+    draft_quantization : str, optional
+        How to quantise the weights of a head that is given by its folder or name: ``"fp8"``,
+        ``"fp8-channel"`` or ``"fp8-weights"``. A model is quantised by `quantise_model`, before.
     spec_config : SpecConfig, optional
         The tree; a chain of 5 by default, or as long as the settings of assisted generation say.
         The call itself decides ``max_context_len`` and ``max_num_reqs``.
@@ -118,6 +122,7 @@ def generate(  # noqa: PLR0913 - as its docstring says
         "generation_config": generation_config,
         "streamer": streamer,
         "draft": draft,
+        "draft_quantization": draft_quantization,
         "spec_config": spec_config,
         "backend": backend,
     }
@@ -153,6 +158,7 @@ def _decode(  # noqa: PLR0913 - as its docstring says
     *,
     streamer: Any = None,
     draft: Any = None,
+    draft_quantization: str | None = None,
     spec_config: SpecConfig | None = None,
     backend: str = "auto",
     **model_kwargs: Any,
@@ -162,7 +168,9 @@ def _decode(  # noqa: PLR0913 - as its docstring says
     if call is None:
         raise UnsupportedError("generate", [f"{type(model).__name__} has a generate of its own"])
     refuse(generation_config, logits_processor, call, model_kwargs)
-    drafting = Drafting.of(draft, call["assistant_model"], spec_config, generation_config)
+    drafting = Drafting.of(
+        draft, call["assistant_model"], spec_config, generation_config, draft_quantization
+    )
     models = [one for one in (model, drafting.assistant) if one is not None]
     if any(len(set((getattr(one, "hf_device_map", None) or {}).values())) > 1 for one in models):
         raise ModelError("target", "a model on several devices is not served")

@@ -20,6 +20,7 @@ from specattn.models import DFlashHead, Eagle3Head, EagleHead, HFTarget, load_dr
 from specattn.models.draft import lm_draft
 from specattn.models.hub import PAIR
 from specattn.models.probe import probe_layers
+from specattn.models.quantisation import check_format
 from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
 from specattn.speculative.proposers.proposer import ProposerFactory
 
@@ -48,15 +49,25 @@ class Drafting:
         A whole model that drafts.
     max_ngram : int
         Most last tokens that prompt lookup looks for, before the others draft; 0 without it.
+    quantization : str or None
+        How to quantise a head that is loaded here.
     """
 
     spec: SpecConfig
     draft: Any = None
     assistant: Any = None
     max_ngram: int = 0
+    quantization: str | None = None
 
     @classmethod
-    def of(cls, draft: Any, assistant: Any, spec: SpecConfig | None, settings: Any) -> Self:
+    def of(
+        cls,
+        draft: Any,
+        assistant: Any,
+        spec: SpecConfig | None,
+        settings: Any,
+        quantization: str | None = None,
+    ) -> Self:
         """Read what a call asks for.
 
         Parameters
@@ -65,12 +76,18 @@ class Drafting:
             Arguments of the call: ``draft``, ``assistant_model`` and ``spec_config``.
         settings : GenerationConfig
             Its settings.
+        quantization : str, optional
+            An argument of the call: ``draft_quantization``.
 
         Raises
         ------
         ValueError
-            If two things would draft, or none with a tree; if a number is out of range.
+            If two things would draft, or none with a tree; if a number is out of range; if what
+            drafts is not loaded here, to be quantised.
         """
+        check_format("draft_quantization", quantization)
+        if quantization is not None and not isinstance(draft, str | PathLike):
+            raise ValueError("draft_quantization needs a draft that is a head's folder or name")
         if assistant is not None and draft is not None:
             raise ValueError("draft must be None with an assistant_model: one of them drafts")
         if assistant is not None and not isinstance(assistant, PreTrainedModel):
@@ -92,7 +109,7 @@ class Drafting:
         spec = replace(
             spec, max_context_len=default.max_context_len, max_num_reqs=default.max_num_reqs
         )
-        return cls(spec, draft, assistant, ngram)
+        return cls(spec, draft, assistant, ngram, quantization)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -105,7 +122,7 @@ class Drafting:
         else:
             named = isinstance(self.draft, str | PathLike)
             draft = str(self.draft) if named else id(self.draft)
-        return draft, self.max_ngram, self.spec
+        return draft, self.max_ngram, self.spec, self.quantization
 
     def load(self, target: HFTarget, model: Any) -> Any:
         """Return the draft as `Engine` takes it, or None.
@@ -124,7 +141,7 @@ class Drafting:
         """
         if not self.spec.num_steps:
             return None
-        draft = _loaded(self.draft, target)
+        draft = _loaded(self.draft, target, self.quantization)
         if self.assistant is not None:
             draft = _assistant(self.assistant, target, is_target=self.assistant is model)
         if not self.max_ngram:
@@ -162,7 +179,7 @@ def features_for(target: HFTarget, draft: Any) -> HFTarget:
     return target.with_features(behind.features) if isinstance(behind, _HEADS) else target
 
 
-def _loaded(draft: Any, target: HFTarget) -> Any:
+def _loaded(draft: Any, target: HFTarget, quantization: str | None) -> Any:
     """Return the draft head, or None."""
     # a class has what its instances have
     if draft is None or (
@@ -177,12 +194,13 @@ def _loaded(draft: Any, target: HFTarget) -> Any:
             + whole,
         )
     if draft != "shipped":
-        return load_draft(Path(draft) if isinstance(draft, PathLike) else draft, target)
+        name = Path(draft) if isinstance(draft, PathLike) else draft
+        return load_draft(name, target, quantization=quantization)
     known = json.loads((PAIR / "target" / "config.json").read_text())
     keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     if any(known[key] != getattr(target.config, key) for key in keys):
         raise ModelError("draft", "the shipped draft is for the shipped target, not for this model")
-    return load_draft(PAIR / "draft", target)
+    return load_draft(PAIR / "draft", target, quantization=quantization)
 
 
 def _assistant(model: Any, target: HFTarget, *, is_target: bool) -> Any:
