@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specattn.config import AttnConfig
-from specattn.kernels.fused.stream import ready
 from specattn.models import DFlashHead, Eagle3Head, FusedTarget
 from specattn.models.fused.block import Block, GatedFeed, RotaryTable
 from specattn.models.fused.projection import Projection
+from specattn.models.fused.scaled import quantise
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
@@ -23,13 +23,21 @@ if TYPE_CHECKING:
 class _Weights:
     """Draws weights of one dtype on one device."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, seed: int, quantization: str | None
+    ) -> None:
+        self.dtype, self.device, self.quantization = dtype, device, quantization
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def linear(self, rows: int, columns: int) -> Tensor:
         weight = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
         return weight.normal_(std=columns**-0.5, generator=self.generator)
+
+    def projection(
+        self, rows: int, columns: int, bias: Tensor | None = None, *, factor: float = 1.0
+    ) -> Projection:
+        plain = Projection(self.linear(rows, columns).mul_(factor), bias)
+        return plain if self.quantization is None else quantise(plain, self.quantization)
 
     def bias(self, size: int) -> Tensor:
         bias = torch.empty(size, dtype=self.dtype, device=self.device)
@@ -49,23 +57,26 @@ class _Weights:
             config.num_attention_heads, config.num_key_value_heads, dim, dtype=self.dtype
         )
         heads = geometry.num_qo_heads + 2 * geometry.num_kv_heads
-        return Block(
+        block = Block(
             geometry=geometry,
             rotary=rotary,
             head_norms=(self.ones(dim),) * 2 if config.model_type == "qwen3" else None,
             eps=config.rms_norm_eps,
             input_norm=self.ones(size),
             post_norm=self.ones(size),
-            qkv=Projection(
-                self.linear(heads * dim, input_size),
+            qkv=self.projection(
+                heads * dim,
+                input_size,
                 self.bias(heads * dim) if config.model_type == "qwen2" else None,
             ),
-            o=Projection(self.linear(size, geometry.num_qo_heads * dim)),
+            o=self.projection(size, geometry.num_qo_heads * dim),
             feed=GatedFeed(
-                gate_up=Projection(self.linear(2 * config.intermediate_size, size)),
-                down=Projection(self.linear(size, config.intermediate_size)),
+                gate_up=self.projection(2 * config.intermediate_size, size),
+                down=self.projection(size, config.intermediate_size),
             ),
         )
+        block.prepare()
+        return block
 
 
 def random_target(
@@ -74,16 +85,17 @@ def random_target(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
     seed: int = 0,
+    quantization: str | None = None,
 ) -> FusedTarget:
     """Make a target; ``max_position_embeddings`` of the config is the longest context."""
-    weights = _Weights(dtype, torch.device(device), seed)
-    ready(weights.device)
+    weights = _Weights(dtype, torch.device(device), seed, quantization)
     size, vocab, length = config.hidden_size, config.vocab_size, config.max_position_embeddings
     rotary = weights.rotary(config, length)
     blocks = tuple(weights.block(config, rotary, size) for _ in range(config.num_hidden_layers))
     embed = nn.Embedding(vocab, size, _weight=weights.linear(vocab, size) * size**0.5)
     tied = config.tie_word_embeddings
     head = Projection(embed.weight if tied else weights.linear(vocab, size))
+    head.prepare()
     eos = config.eos_token_id
     return FusedTarget(
         embed_tokens=embed.requires_grad_(False),
@@ -96,18 +108,27 @@ def random_target(
 
 
 def random_eagle3(
-    config: LlamaConfig, target: FusedTarget, draft_vocab_size: int, *, seed: int = 0
+    config: LlamaConfig,
+    target: FusedTarget,
+    draft_vocab_size: int,
+    *,
+    seed: int = 0,
+    quantization: str | None = None,
+    sharper: float = 1.0,
 ) -> Eagle3Head:
-    """Make a head that reads three layers of ``target`` and shares its embedding."""
-    weights = _Weights(target.dtype, target.device, seed)
+    """Make a head that reads three layers of ``target`` and shares its embedding.
+
+    Its logits are ``sharper`` times as far apart as they would be.
+    """
+    weights = _Weights(target.dtype, target.device, seed, quantization)
     size, depth = target.hidden_size, len(target.layers)
     block = weights.block(config, weights.rotary(config, target.max_context_len), 2 * size)
     entering = (min(2, depth - 1), depth // 2, max(depth - 3, 0))
     return Eagle3Head(
         embed_tokens=target.embed_tokens,
-        lm_head=Projection(weights.linear(draft_vocab_size, size)),
+        lm_head=weights.projection(draft_vocab_size, size, factor=sharper),
         blocks=(block,),
-        fc=Projection(weights.linear(size, 3 * size)),
+        fc=weights.projection(size, 3 * size),
         features=entering,
         feature_size=3 * size,
         target_ids=torch.arange(draft_vocab_size, device=target.device),
@@ -125,7 +146,7 @@ def random_dflash(
     seed: int = 0,
 ) -> DFlashHead:
     """Make a head that shares both ends of ``target``."""
-    weights = _Weights(target.dtype, target.device, seed)
+    weights = _Weights(target.dtype, target.device, seed, None)
     size = target.hidden_size
     rotary = weights.rotary(config, target.max_context_len)
     blocks = tuple(weights.block(config, rotary, size) for _ in range(config.num_hidden_layers))

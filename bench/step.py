@@ -12,6 +12,7 @@ a token that the host has read, so no such step is launched ahead, and the round
     python -m bench.step [--models Llama-3.1-8B] [--batch 1,4] [--context 1024] [--out FILE]
     python -m bench.step --dflash
     python -m bench.step --host
+    python -m bench.step --weights fp8 [--draft-weights fp8]   # quantised, see `FORMATS`
     python -m bench.step --batch 16 --context 16640 --common 16384 [--backend triton_sharing]
     python -m bench.step --compile I/N   # share I of N of the settings, compiled, not timed
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,7 @@ from bench.suite import roofs
 from bench.suite.blocks import DRAFTING
 from bench.suite.machine import machine
 from bench.suite.results import write
+from specattn.models.fused.scaled import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -221,6 +224,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context")
     parser.add_argument("--common", type=int, default=0, help="tokens that all requests begin with")
     parser.add_argument("--backend", default="triton")
+    for name in ("--weights", "--draft-weights"):
+        parser.add_argument(name, choices=tuple(FORMATS))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--length", type=int, default=4, help="tokens to gain per step, at most")
     parser.add_argument("--no-trace", dest="trace", action="store_false")
@@ -229,6 +234,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.set_defaults(**KINDS[parser.parse_args().drafts])
     options = parser.parse_args()
+    if options.drafts == "dflash" and (options.weights or options.draft_weights):
+        parser.error("--weights: blocks have no quantised models here")
     known = shapes(1)
     for name in options.models.split(","):
         if name not in known:
@@ -241,7 +248,10 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    world = step_blocks.BlockWorld if options.drafts == "dflash" else World
+    world: Any = step_blocks.BlockWorld
+    if options.drafts != "dflash":
+        ways = {"weights": options.weights, "draft_weights": options.draft_weights}
+        world = partial(World, **{name: way for name, way in ways.items() if way})
     if options.compile:
         compile_share(options, world)
         return
@@ -250,6 +260,7 @@ def main() -> None:
         "machine": machine(options.commit),
         "rounds": options.rounds,
         "model": options.models,
+        "weights": [options.weights, options.draft_weights],
         "roofs": roofs.measure(options.rounds),
         "cells": [],
     }

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.random_models import random_dflash
-from bench.step_world import PLAIN, SHARPER, Setting, World, cached_bytes, matrix_bytes
+from bench.step_world import (
+    PLAIN,
+    SHARPER,
+    Setting,
+    World,
+    cached_bytes,
+    matrix_bytes,
+    matrix_numbers,
+)
 from specattn.cache.kv_pool import KVPool
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.proposers.block import BlockShape, BlockView
@@ -113,7 +121,7 @@ class BlockWorld(World):
         if setting.draft != "dflash":
             return super().operations(setting, batch)
         draft, path, logits = self.block, setting.steps + 1, self.block.lm_head.weight.numel()
-        layers = matrix_bytes(draft) // draft.fc.weight.element_size() - logits
+        layers = matrix_numbers(draft) - logits
         drafted = draft.block.size * layers + setting.steps * logits
         verified = setting.nodes * super().operations(PLAIN, 1)
         return batch * (verified + 2 * (drafted + path * self._written()))

@@ -152,6 +152,8 @@ class World:
         Of the attention.
     room : int
         Slots of a request after its longest context.
+    weights, draft_weights : str, optional
+        How to quantise the layers of the model, and all that is the head's own.
     """
 
     def __init__(
@@ -162,12 +164,15 @@ class World:
         dtype: torch.dtype = torch.bfloat16,
         backend: str = "triton",
         room: int = ROOM,
+        weights: str | None = None,
+        draft_weights: str | None = None,
     ) -> None:
         self.device, self.rooms, self.backend = device, list(rooms), backend
         torch.manual_seed(0)
-        target = random_target(shape.target, dtype=dtype, device=device)
-        draft = random_eagle3(shape.draft, target, shape.draft_vocab)
-        draft.lm_head.weight.mul_(SHARPER)
+        target = random_target(shape.target, dtype=dtype, device=device, quantization=weights)
+        draft = random_eagle3(
+            shape.draft, target, shape.draft_vocab, quantization=draft_weights, sharper=SHARPER
+        )
         lens = [longest + room for longest in rooms]
         slots, self.longest = sum(lens) + 1, max(lens)
         features = target.with_features(draft.features)
@@ -282,8 +287,7 @@ class World:
 
     def operations(self, setting: Setting, batch: int) -> int:
         """Return the floating point operations of a step's matrix products, attention aside."""
-        size = self.head.norm.element_size()
-        target, head = (matrix_bytes(model) // size for model in (self.model, self.head))
+        target, head = (matrix_numbers(model) for model in (self.model, self.head))
         if not setting.steps or setting.draft == "host":
             return 2 * batch * setting.nodes * target
         assert self.head.fc is not None
@@ -301,8 +305,17 @@ def cached_bytes(pool: KVPool, tokens: int) -> int:
 
 def matrix_bytes(model: FusedModel) -> int:
     """Return the bytes of the matrices that every forward reads."""
-    matrices = [model.lm_head]
+    return sum(matrix.nbytes for matrix in _matrices(model))
+
+
+def matrix_numbers(model: FusedModel) -> int:
+    """Return how many numbers these matrices have."""
+    return sum(matrix.weight.numel() for matrix in _matrices(model))
+
+
+def _matrices(model: FusedModel) -> list[Any]:
+    found = [model.lm_head]
     for block in model.blocks:
         feed: Any = block.feed
-        matrices += [block.qkv, block.o, feed.gate_up, feed.down]
-    return sum(matrix.nbytes for matrix in matrices)
+        found += [block.qkv, block.o, feed.gate_up, feed.down]
+    return found

@@ -46,6 +46,20 @@ def test_logits_over_a_tree_are_those_of_float64(kind):
         assert step.check(run, setting, length) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("way", "most"), [("fp8", 0.1), ("fp8-channel", 0.1), ("fp8-weights", 3e-3)]
+)
+def test_logits_of_quantised_weights(way, most):
+    ways = {"weights": way, "draft_weights": way}
+    run = World(tiny(), [40, 40, 23], CPU, torch.float32, "torch_native", **ways)
+    assert step.check(run, Setting(2, 3, 5), 2) < most
+    plain = world()
+    bytes_of = [one.read_bytes(Setting(2, 3, 5), 1, 20)["target weights"] for one in (run, plain)]
+    assert bytes_of[0] < bytes_of[1] / 2
+    found = [one.operations(Setting(2, 3, 5), 2) for one in (run, plain)]
+    assert found[0] == found[1]
+
+
 def test_requests_may_begin_alike():
     run = world()
     run.share(16)
