@@ -47,9 +47,16 @@ def _passes(kernel_name: str, check: Callable[[torch.device], None], index: int)
 
 def tma_boxes(matrix: Tensor, rows: int, columns: int) -> Any:
     """Describe a matrix, of 16 bits or e4m3, to TMA."""
+    described, layout = _box_layout(rows, columns, matrix.dtype)
+    return described(matrix, [rows, columns], layout)
+
+
+@cache
+def _box_layout(rows: int, columns: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return what describes such boxes, and their layout in shared memory."""
     gl = importlib.import_module("triton.experimental.gluon.language")
     hopper = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
     known = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-    dtype = known.get(matrix.dtype, gl.float8e4nv)
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-    return hopper.TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+    element = known.get(dtype, gl.float8e4nv)
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+    return hopper.TensorDescriptor.from_tensor, layout

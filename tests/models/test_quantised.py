@@ -419,4 +419,5 @@ def test_on_the_gpu(tiny, tmp_path, kind) -> None:
         with torch.no_grad():
             logits = exact(ids).logits[0, len(prompt) - 1 : -1]
         lost = logits.max(-1).values - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
-        assert float(lost.max()) < 0.3 * float(logits.std()), lost
+        # a sum that rounds otherwise may move a number of e4m3 to its neighbour
+        assert float(lost.max()) < 0.5 * float(logits.std()), lost

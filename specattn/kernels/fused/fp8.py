@@ -322,10 +322,11 @@ def _suits_torch(x: ScaledRows, weight: ScaledWeight) -> bool:
     """Whether torch's product, where it is right, takes these, and gains."""
     values = weight.values
     blocks = weight.scale.shape[1] > 1
-    # of blocks, rows of scales are copied by 16 bytes
+    # of blocks, rows of scales are copied by 16 bytes, and so are those of the weight's
     whole = (BLOCK, 4 * BLOCK) if blocks else (16, 16)
     return (
         len(x) > MAX_ROWS
+        and not (blocks and len(x) % 4)
         and x.dtype == torch.bfloat16
         and weight.height == (BLOCK if blocks else 1)
         and all(size % unit == 0 for size, unit in zip(values.shape, whole, strict=True))
@@ -405,7 +406,8 @@ def _room(like: Tensor, how: RowsFormat, dtype: torch.dtype) -> ScaledRows:
 
 
 def _scales(most: Tensor) -> Tensor:
-    return most.clamp(min=_FLOOR) / _MOST
+    # torch multiplies by the inverse of a number of Python's, on a GPU
+    return most.clamp(min=_FLOOR) / torch.full((), _MOST, device=most.device)
 
 
 def _e4m3(numbers: Tensor, scale: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from specattn.checks import whole_number
 from specattn.kernels.gluon_guard import gluon_ok, tma_boxes
@@ -28,6 +30,10 @@ SHORT = 8_000_000
 PIECE = 16
 # rows of x per copy: copies that reach far beyond the last row are slow
 BOX = 16
+
+# what TMA is told of weights, and where they were then; the host takes longer to describe one than
+# to launch its product
+_described: Any = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class StreamTile:
         whole_number("pace", self.pace, 1, self.stages)
 
 
+@cache
 def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
     """Choose the tile for this many rows of x.
 
@@ -123,7 +130,7 @@ def stream_gated(x: Tensor, weight: Tensor) -> Tensor:
     """
     tile, width = stream_tile(len(x), gated=True), len(weight) // 2
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, tile, shares(width, 1, 1, tile, x.device)[0])
+    _launch(x, weight, out, tile, shares(width, 1, 1, slots(tile, x.device))[0])
     return out
 
 
@@ -139,22 +146,21 @@ def _gains(x: Tensor, weight: Tensor) -> bool:
 
 def _splits(x: Tensor, weight: Tensor, tile: StreamTile) -> tuple[int, int]:
     """Choose rows of weights per half CTA, and shares of K."""
-    return shares(len(weight), 2, -(-x.shape[1] // tile.block_k), tile, x.device)
+    steps = -(-x.shape[1] // tile.block_k)
+    return shares(len(weight), 2, steps, slots(tile, x.device))
 
 
-def shares(
-    width: int,
-    halves: int,
-    steps: int,
-    tile: StreamTile,
-    device: torch.device,
-    gain: float = 0.02,
-) -> tuple[int, int]:
-    """Choose the rows and shares of `_splits` that let most CTAs run.
+def slots(tile: StreamTile, device: torch.device) -> int:
+    """Return how many CTAs run at once."""
+    return multiprocessors(device) * tile.ctas_per_sm
 
-    Fewer rows are to let more than ``gain`` more of them run.
+
+@cache
+def shares(width: int, halves: int, steps: int, slots: int, gain: float = 0.02) -> tuple[int, int]:
+    """Choose the rows and shares of K that let most CTAs run.
+
+    ``slots`` of them run at once. Fewer rows are to let more than ``gain`` more run.
     """
-    slots = multiprocessors(device) * tile.ctas_per_sm
     best = (-1.0, 0, 0)
     for step in STEPS + SHORT_STEPS:
         if step == SHORT_STEPS[0] and best[0] > 0.5:
@@ -178,9 +184,9 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: StreamTile, step: int)
     tiles = -(-width // (step if gated else 2 * step))
     steps = -(-x.shape[1] // tile.block_k)
     # as many CTAs as run at once: a further one would begin to read when another has ended
-    most = multiprocessors(x.device) * tile.ctas_per_sm
+    most = slots(tile, x.device)
     gluon_linear_kernel[(min(tiles * split, most),)](
-        *(tma_boxes(weight, rows, tile.block_k) for rows in (32, 16, 8)),
+        *weight_boxes(weight, tile.block_k),
         tma_boxes(x.contiguous(), BOX, tile.block_k),
         out,
         len(x),
@@ -203,6 +209,19 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: StreamTile, step: int)
         maxnreg=tile.max_regs,
         launch_pdl=True,
     )
+
+
+def weight_boxes(weight: Tensor, block_k: int) -> tuple[Any, ...]:
+    """Describe a weight to TMA, once while it lies where it does."""
+    key = block_k, weight.data_ptr(), weight.shape, weight.stride()
+    kept = _described.get(weight)
+    if kept is None or kept[0] != key:
+        # what is kept must not keep the weight itself
+        alias = weight.detach()
+        kept = key, tuple(tma_boxes(alias, rows, block_k) for rows in (32, 16, 8))
+        _described[weight] = kept
+    found: tuple[Any, ...] = kept[1]
+    return found
 
 
 def _pace(tile: StreamTile, steps: int, split: int, nbytes: int) -> int:

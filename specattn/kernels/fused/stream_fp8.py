@@ -21,7 +21,7 @@ from specattn.kernels.fused.fp8 import (
     scale_channels,
     scale_rows,
 )
-from specattn.kernels.fused.stream import PIECE, SHORT, StreamTile, multiprocessors, shares
+from specattn.kernels.fused.stream import PIECE, SHORT, StreamTile, shares, slots, weight_boxes
 from specattn.kernels.gluon_guard import gluon_ok, tma_boxes
 from specattn.kernels.launch import cdiv, power_of_2
 
@@ -91,12 +91,12 @@ def _tile(x: ScaledRows, weight: ScaledWeight, *, gated: bool) -> tuple[StreamTi
     # two terms of 64 rows have 192 sums a thread
     regs = 128 if columns <= 64 else 144
     one = StreamTile(rows, _STAGES[columns], pace=4, max_regs=regs)
-    step, split = shares(width, halves, steps, one, device, _GAIN)
+    step, split = shares(width, halves, steps, slots(one, device), _GAIN)
     short = weight.values.numel() < SHORT
     if columns <= _TWO and (gated or (step != 64 and not short)):
         stages = _STAGES[columns] // 2
         one = StreamTile(rows, stages, BLOCK, 2, max_regs=64, producer_regs=24, pace=2)
-        step, split = shares(width, halves, steps, one, device, _GAIN)
+        step, split = shares(width, halves, steps, slots(one, device), _GAIN)
     split = 1 if gated else split
     # scales of the rows lie beside the ring
     room = _SHARED // one.ctas_per_sm - _BESIDE - 4 * rows * power_of_2(cdiv(steps, split))
@@ -112,10 +112,10 @@ def _launch(x: ScaledRows, weight: ScaledWeight, out: Tensor, tile: StreamTile, 
     gated, width, strides, values = out.dim() == 2, out.shape[-1], out.stride(), weight.values
     split, stride_part = (1, 0) if gated else (len(out), strides[0])
     tiles, steps = cdiv(width, step if gated else 2 * step), cdiv(values.shape[1], BLOCK)
-    most = multiprocessors(values.device) * tile.ctas_per_sm
+    most = slots(tile, values.device)
     blocks = weight.scale.shape[1] > 1
     gluon_scaled_linear_kernel[(min(tiles, most // split) * split,)](
-        *(tma_boxes(values, rows, BLOCK) for rows in (32, 16, 8)),
+        *weight_boxes(values, BLOCK),
         tma_boxes(x.values.flatten(0, 1), ROWS_BOX, BLOCK),
         out,
         x.scale,

@@ -234,7 +234,7 @@ def test_many_rows_are_multiplied_by_torch(blocks, terms, monkeypatch) -> None:
     monkeypatch.setattr(fp8, "gluon_ok", lambda name, check, device: check(device) is None)
     scale = fp8.scale_blocks if blocks else fp8.scale_channels
     weight = scale(torch.randn(256, 512), terms=terms)
-    x = fp8.scale_rows(torch.randn(65, 512).bfloat16(), weight.rows_format)
+    x = fp8.scale_rows(torch.randn(68, 512).bfloat16(), weight.rows_format)
     assert fp8._suits_torch(x, weight)
     found = fp8._by_torch(x, weight)
     assert (len(found), found.dtype) == (terms, torch.bfloat16)
@@ -242,13 +242,16 @@ def test_many_rows_are_multiplied_by_torch(blocks, terms, monkeypatch) -> None:
     # few rows are streamed; others are the Triton kernel's
     few = fp8.scale_rows(torch.randn(64, 512).bfloat16(), weight.rows_format)
     assert not fp8._suits_torch(few, weight)
-    half = fp8.scale_rows(torch.randn(65, 512).half(), weight.rows_format)
+    half = fp8.scale_rows(torch.randn(68, 512).half(), weight.rows_format)
     assert not fp8._suits_torch(half, weight)
     assert not fp8._suits_torch(x, weight.rows(0, 100))
     if blocks:
+        # a group's scales are copied by 16 bytes
+        uneven = fp8.scale_rows(torch.randn(66, 512).bfloat16(), weight.rows_format)
+        assert not fp8._suits_torch(uneven, weight)
         assert not fp8._suits_torch(x, weight.of_height(64))
         odd = scale(torch.randn(256, 640), terms=terms)
-        x = fp8.scale_rows(torch.randn(65, 640).bfloat16(), odd.rows_format)
+        x = fp8.scale_rows(torch.randn(68, 640).bfloat16(), odd.rows_format)
         assert not fp8._suits_torch(x, odd)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -70,6 +72,21 @@ def test_short_weights_have_short_tiles(rows, out, inner, step, split, monkeypat
     monkeypatch.setattr(stream, "multiprocessors", lambda device: 132)
     x, weight = torch.empty(rows, inner, dtype=BF16), torch.empty(out, inner, dtype=BF16)
     assert stream._splits(x, weight, stream.stream_tile(rows)) == (step, split)
+
+
+def test_a_weight_is_described_once_where_it_lies() -> None:
+    """The host took 50 us for every product; what is kept must not outlive the weight."""
+    weight = torch.nn.Parameter(torch.randn(64, 128).to(HALF), requires_grad=False)
+    boxes = stream.weight_boxes(weight, 128)
+    assert [one.block_shape for one in boxes] == [[32, 128], [16, 128], [8, 128]]
+    assert [one.base.data_ptr() for one in boxes] == [weight.data_ptr()] * 3
+    assert stream.weight_boxes(weight, 128) is boxes
+    weight.data = torch.randn(64, 128).to(HALF)
+    moved = stream.weight_boxes(weight, 128)
+    assert [one.base.data_ptr() for one in moved] == [weight.data_ptr()] * 3
+    gone = weakref.ref(weight)
+    del boxes, moved, weight
+    assert gone() is None, "without a garbage collection"
 
 
 @pytest.mark.parametrize("pace", [0, 7])
