@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specattn.checks import expect, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
 
 
 def buf(
@@ -96,6 +99,43 @@ class BufferSet:
     def tensors(self) -> dict[str, Tensor]:
         """Return the declared buffers by name."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.metadata}
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device, without waiting.
+
+    A copy from pageable memory would wait for what the device is doing.
+    """
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def send_parts(
+    parts: Sequence[Sequence[int] | npt.NDArray[np.int64]], device: torch.device
+) -> list[Tensor]:
+    """Copy lists of numbers to a device at once, without waiting.
+
+    Parameters
+    ----------
+    parts : sequence of sequence of int
+        Any number of lists, of any length.
+    device : torch.device
+        Where they go.
+
+    Returns
+    -------
+    list of Tensor
+        ``[len(part)]`` int64 each, views of one memory. Each is aligned to 16 bytes: kernels are
+        compiled for how a tensor is aligned.
+    """
+    arrays = [np.asarray(part, dtype=np.int64) for part in parts]
+    begins = np.cumsum([0, *(-(-len(one) // 2) * 2 for one in arrays)])
+    host = np.zeros(begins[-1], dtype=np.int64)
+    for begin, one in zip(begins, arrays, strict=False):
+        host[begin : begin + len(one)] = one
+    sent = send(torch.from_numpy(host), device)
+    return [sent[begin:][: len(one)] for begin, one in zip(begins, arrays, strict=False)]
 
 
 class ReadOnly:

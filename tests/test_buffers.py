@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specattn.batch import Phase, RowLayout
-from specattn.buffers import BufferSet, buf, fingerprint
+from specattn.buffers import BufferSet, buf, fingerprint, send_parts
 from specattn.plan import (
     AttnInputs,
     MultiStepDims,
@@ -69,3 +69,10 @@ def test_attention_inputs_start_as_padding():
     assert inputs.tail_words.tolist() == [[[1], [3]]] * 2
     assert not inputs.req_pool_indices.any()
     assert not inputs.tail_slots.any()
+
+
+def test_lists_of_any_length_are_sent_as_tensors_that_are_aligned():
+    lists = [[1, 2, 3], [], [4], [5, 6], []]
+    sent = send_parts(lists, torch.device("cpu"))
+    assert [one.tolist() for one in sent] == lists
+    assert {one.data_ptr() % 16 for one in sent if len(one)} == {sent[0].data_ptr() % 16}

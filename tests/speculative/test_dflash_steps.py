@@ -86,7 +86,7 @@ def test_prompts_and_steps_leave_the_same_context(chunk):
     """In chunks, behind a cached prefix, and step by step."""
     text = [*PROMPTS[0], *PROMPTS[4]]
     run = engine(TREES["best first"])
-    object.__setattr__(run._admission.prefill, "chunk", chunk)
+    run._admission.prompts.chunk = chunk
     run.add([Request(text, 60)])
     run.add([Request([*text[:9], 60, 2], 60)])
     for _ in range(4):

@@ -147,7 +147,7 @@ def test_a_request_is_the_same_object_from_first_to_last(target, expected):
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_prompts_in_chunks_and_behind_a_prefix(target, expected, guesses, chunk):
     run = Engine(target, guesses, of("tree", page_size=2))
-    run._admission.prefill = replace(run._admission.prefill, chunk=chunk)
+    run._admission.prompts.chunk = chunk
     longer = [*PROMPTS[0], 3]
     guesses.known[tuple(longer)] = want = dense_greedy(target, longer, 20)
     out = run.generate([Request(PROMPTS[0], NEW), Request(longer, 20)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -79,11 +78,11 @@ def test_greedy_lookup_equals_greedy_decoding(models, expected, kind, tree):
     check_books(run.table)
 
 
-@sampled(star, kind=KINDS, chunk=[1, 5])
+@sampled(star, kind=KINDS, chunk=[2, 5])
 def test_prompts_in_chunks_and_behind_a_prefix(models, expected, kind, chunk):
     """The second request finds the first one's prompt cached, and has all of it as its text."""
     run = engine(models, kind, TREES["tree"], page_size=2)
-    run._admission.prefill = replace(run._admission.prefill, chunk=chunk)
+    run._admission.prompts.chunk = chunk
     first = [Request(LOOP, 60), Request([*LOOP, 3], 30), Request([*LOOP, 3, 4], 30)]
     for whole, text in texts(run, first):
         assert text == whole[: len(text)]

@@ -15,6 +15,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.prompts.prefill import Prefill
 from specattn.speculative.prompts.prompt import Prompt
+from specattn.speculative.proposers.lookup import LookupProposer
 from specattn.speculative.proposers.standalone import LMDraft
 from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
 from specattn.speculative.states import RequestStates
@@ -186,3 +187,28 @@ def test_admitting_requests_waits_for_nothing_on_the_device(given):
         (states.top_k, states.top_p, states.position_offsets), wanted, (0, 1.0, 0), strict=True
     ):
         assert table.flatten().tolist() == [other, value, other, value]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["plain", "head", "model", "lookup"])
+def test_prompts_wait_for_nothing_on_the_device(kind):
+    """A copy from pageable memory waited for the step in flight, and then for the target."""
+    draft = {
+        "plain": None,
+        "head": TinyDraft(device=DEVICE),
+        "model": LMDraft(TinyTarget(device=DEVICE, layers=1), VOCAB),
+        "lookup": LookupProposer(),
+    }[kind]
+    config = SpecConfig(0, 1, 1, CONTEXT, 2) if draft is None else SpecConfig(3, 1, 4, CONTEXT, 2)
+    setup = StepSetup.over(TinyTarget(device=DEVICE), draft, config, backend="triton")
+    rows = [setup.table.allocate() for _ in PROMPTS]
+    setup.table.reserve(rows, [CONTEXT] * 2)
+    prefill, prompts = Prefill.of(setup), list(map(Prompt, rows, PROMPTS))
+    first = prefill.run(prompts, SamplingBatch.of(PARAMS, DEVICE)).bonus_tokens.tolist()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = prefill.run(prompts, SamplingBatch.of(PARAMS, DEVICE))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert again.bonus_tokens.tolist() == first

@@ -19,9 +19,11 @@ from specattn.backends import triton as triton_backend
 from specattn.config import AttnConfig, SpecConfig
 from specattn.speculative.prompts.prefill import Prefill
 from specattn.speculative.prompts.prompt import Prompt
+from specattn.speculative.prompts.runner import NewPrompt, PromptRunner
 from specattn.speculative.proposers.lookup import LookupProposer
 from specattn.speculative.proposers.standalone import LMDraft
 from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
+from specattn.speculative.step.level import Level
 from specattn.speculative.step.setup import StepSetup
 from tests.tiny import TinyTarget
 
@@ -119,6 +121,35 @@ def test_no_number_or_length_of_prompts_compiles_a_kernel(kind: str, temperature
     for _ in range(12):
         lengths = [rng.randint(2, LONGEST) for _ in range(rng.randint(1, MOST))]
         assert launched(run, lengths, temperature) <= first, lengths
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["stored apart", "model", "eagle3", "lookup"])
+def test_nor_where_chunks_run_eagerly_and_nobody_waits(kind: str, temperature: float) -> None:
+    setup = StepSetup.over(*models(kind), CONFIG, num_slots=SLOTS, backend="triton")
+    runner = PromptRunner.of(setup, buckets=())
+    assert runner is not None
+    level = Level.SAMPLED if temperature else Level.GREEDY
+
+    def launched_of(lengths: Sequence[int]) -> set[tuple[Any, ...]]:
+        rows = [setup.table.allocate() for _ in lengths]
+        setup.table.reserve(rows, [length + 1 for length in lengths])
+        news = [
+            NewPrompt(Prompt(row, [1] * length), SamplingParams(temperature, seed=row), level)
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        with Notes(HOPPER).taken() as notes:
+            runner.run(news)
+        for row in rows:
+            setup.table.free(row)
+        return {variant(launch) for launch in notes.launches}
+
+    rng = random.Random(0)
+    first = set().union(*(launched_of([50] * n) for n in (1, 2)))
+    assert len(first) > 3
+    for _ in range(12):
+        lengths = [rng.randint(2, LONGEST) for _ in range(rng.randint(1, MOST))]
+        assert launched_of(lengths) <= first, lengths
 
 
 def test_nor_where_an_engine_lays_them_out() -> None:

@@ -91,7 +91,7 @@ def test_a_draft_like_the_target_is_always_right(target, wanted, tree, chunk) ->
     steps = TREES[tree].num_steps
     config = of(tree, 64, 4)
     engine = poisoned(Engine(target, LMDraft(target, VOCAB), config, buckets=[4]))
-    engine._admission.prefill = replace(engine._admission.prefill, chunk=chunk)
+    engine._admission.prompts.chunk = chunk
     for _ in range(2):  # over slots that hold other texts the second time
         results = engine.generate([Request(prompt, NEW) for prompt in PROMPTS])
         assert [result.tokens for result in results] == wanted
@@ -135,7 +135,7 @@ def test_a_prompt_that_fills_its_context_leaves_the_drafts_of_others(target, at,
     """Only it has no bonus token to read; the draft is the target, and so always right."""
     config, prompts = of("chain", 33, 4), [[3, 14, 15, 9], [5], [7, 8] * 6]
     engine = poisoned(Engine(target, LMDraft(target, VOCAB), config, buckets=[4]))
-    engine._admission.prefill = replace(engine._admission.prefill, chunk=chunk)
+    engine._admission.prompts.chunk = chunk
     prompts.insert(at, list(range(1, 34)))
     results = engine.generate([Request(prompt, 14) for prompt in prompts])
     assert results[at].finish_reason == "context"

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specattn.autocast import without_autocast
 from specattn.batch import DraftTree
+from specattn.buffers import send_parts
 from specattn.cache.external import ExternalTable
 from specattn.cache.slot_table import SlotTable
 from specattn.checks import expect, instance, whole_number
@@ -34,6 +36,7 @@ from specattn.speculative.step.verify import accept
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from specattn.batch import AcceptResult
     from specattn.cache.external import RequestTable
     from specattn.speculative.model import DraftModel, ModelSlot, TargetModel, TargetOutput
     from specattn.speculative.proposers.proposer import Proposer
@@ -66,6 +69,24 @@ class _Piece:
     index: int
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class _LaidOut:
+    """A chunk on the device: T tokens, E ends of prompts.
+
+    ``[T]`` int64: tokens, those that follow them, and positions. ``[E]`` int64: where prompts end
+    among the tokens, which prompts they are, the tokens before their last ones, and their rows.
+    """
+
+    plan: ExtendPlan
+    tokens: Tensor
+    following: Tensor
+    positions: Tensor
+    last: Tensor
+    which: Tensor
+    lens: Tensor
+    rows: Tensor
 
 
 @dataclass(frozen=True)
@@ -169,31 +190,29 @@ class Prefill:
         states: list[Mapping[str, Tensor]] = []
         scored: list[LogprobBuffers] = []
         for pieces in self._chunks(prompts):
-            done = [p for p in pieces if p.stop == len(prompts[p.index].tokens)]
-            plan = self._plan(prompts, pieces)
-            ends = plan.qo_indptr[1:].long() - 1  # [pieces]
-            last = ends[[pieces.index(p) for p in done]]
-            out = self._forward_target(prompts, pieces, plan, last)
-            which = torch.tensor([p.index for p in done], device=bonus.device, dtype=torch.int64)
-            drawing = _pick(sampling, which)
-            if done:
-                lens = torch.tensor([p.stop - 1 for p in done], device=bonus.device)
-                rows = torch.tensor([prompts[p.index].row for p in done], device=bonus.device)
-                masks = None if bitmask is None else bitmask[which]
-                drawn = first_tokens(out.logits, lens, drawing, rows, processors, masks, scored)
-                bonus[which] = drawn
+            laid = self._lay_out(prompts, pieces)
+            out = self._forward_target(prompts, pieces, laid, laid.last)
+            drawing = _pick(sampling, laid.which)
+            if len(laid.which):
+                masks = None if bitmask is None else bitmask[laid.which]
+                drawn = first_tokens(
+                    out.logits, laid.lens, drawing, laid.rows, processors, masks, scored
+                )
+                bonus[laid.which] = drawn
             features, proposer = out.hidden_states, self.proposer
             if features is not None or not proposer.feature_size:
                 chunk = PromptChunk(
-                    plan,
+                    laid.plan,
                     self.config,
                     tuple(prompts[p.index].tokens for p in pieces),
                     tuple((p.start, p.stop) for p in pieces),
-                    _positions(pieces, last.device),
+                    laid.positions,
                     features,
-                    last,
-                    bonus[which],
+                    laid.last,
+                    bonus[laid.which],
                     drawing,
+                    laid.tokens,
+                    laid.following,
                 )
                 states.append(self._read(proposer, chunk))
         # prompts finish in order
@@ -216,9 +235,8 @@ class Prefill:
         """
         self._check([prompt], 0)
         pieces = [_Piece(0, prompt.cached, len(prompt.tokens))]
-        plan = self._plan([prompt], pieces)
-        last = plan.qo_indptr[1:].long() - 1
-        return self._forward_target([prompt], pieces, plan, last).logits[0]
+        laid = self._lay_out([prompt], pieces)
+        return self._forward_target([prompt], pieces, laid, laid.last).logits[0]
 
     def _check(self, prompts: Sequence[Prompt], read_ahead: int) -> None:
         """Refuse prompts that cannot run, as far as the host knows."""
@@ -243,40 +261,54 @@ class Prefill:
         if pieces:
             yield pieces
 
-    def _plan(self, prompts: Sequence[Prompt], pieces: Sequence[_Piece]) -> ExtendPlan:
-        device = self.req_to_token.device
-        rows = torch.tensor([prompts[p.index].row for p in pieces], device=device)
-        starts = torch.tensor([p.start for p in pieces], dtype=torch.int32, device=device)
+    def _lay_out(self, prompts: Sequence[Prompt], pieces: Sequence[_Piece]) -> _LaidOut:
+        """Bring what a chunk reads to the device, in one copy."""
+        table, texts = self.req_to_token, [prompts[p.index].tokens for p in pieces]
+        places = [np.arange(p.start, p.stop) for p in pieces]
         lens = [p.stop - p.start for p in pieces]
-        indptr = torch.tensor([0, *lens]).cumsum(0).to(torch.int32).to(device)
-        width = self.req_to_token.shape[1]
-        where = [torch.arange(p.start, p.stop) + prompts[p.index].row * width for p in pieces]
-        slots = torch.take(self.req_to_token, torch.cat(where).to(device))
-        return ExtendPlan(
-            req_to_token=self.req_to_token,
-            req_pool_indices=rows,
-            seq_lens=starts,
-            qo_indptr=indptr,
-            out_slots=slots[None],
+        indptr = np.cumsum([0, *lens])
+        rows = [prompts[p.index].row for p in pieces]
+        done = [at for at, p in enumerate(pieces) if p.stop == len(texts[at])]
+        pairs = list(zip(pieces, texts, strict=True))
+        following = [[*text[p.start + 1 : p.stop + 1], 0][: p.stop - p.start] for p, text in pairs]
+        where = [one + row * table.shape[1] for one, row in zip(places, rows, strict=True)]
+        parts = (
+            [token for p, text in pairs for token in text[p.start : p.stop]],
+            [token for piece in following for token in piece],
+            np.concatenate(places),
+            np.concatenate(where),
+            rows,
+            [p.start for p in pieces],
+            indptr,
+            indptr[1:][done] - 1,
+            [pieces[at].index for at in done],
+            [pieces[at].stop - 1 for at in done],
+            [rows[at] for at in done],
+        )
+        tokens, next_ids, positions, taken, own, starts, offsets, *ends = send_parts(
+            parts, table.device
+        )
+        plan = ExtendPlan(
+            req_to_token=table,
+            req_pool_indices=own,
+            seq_lens=starts.to(torch.int32),
+            qo_indptr=offsets.to(torch.int32),
+            out_slots=torch.take(table, taken)[None],
             max_q_len=max(lens),
             max_seq_len=max(p.stop for p in pieces),
             page_size=self.config.page_size,
         )
+        return _LaidOut(plan, tokens, next_ids, positions, *ends)
 
     def _forward_target(
-        self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], plan: ExtendPlan, last: Tensor
+        self, prompts: Sequence[Prompt], pieces: Sequence[_Piece], laid: _LaidOut, last: Tensor
     ) -> TargetOutput:
         self.target.admit([prompts[p.index].row for p in pieces if not p.start])
-        ids = [t for p in pieces for t in prompts[p.index].tokens[p.start : p.stop]]
-        attend = self.target.backend.bind_prompts(plan, [p.start for p in pieces])
-        model, tokens = self.target.model, torch.tensor(ids, device=last.device)
-        out = model.forward(tokens, _positions(pieces, last.device), attend, last)
+        attend = self.target.backend.bind_prompts(laid.plan, [p.start for p in pieces])
+        model = self.target.model
+        out = model.forward(laid.tokens, laid.positions, attend, last)
         check_logits(out.logits, len(last), model.vocab_size)
         return out
-
-
-def _positions(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(p.start, p.stop) for p in pieces]).to(device)
 
 
 def first_tokens(  # noqa: PLR0913 - as its docstring says
@@ -309,21 +341,46 @@ def first_tokens(  # noqa: PLR0913 - as its docstring says
     Tensor
         ``[R]`` int64; -1 where the logits are not finite, or processors leave no token.
     """
-    tree = _roots(lens)
-    plain = SpecConfig(num_steps=0, num_draft_tokens=1)
-    raw, seq_lens = logits[:, None], lens.to(torch.int32)
     if processors is None:
-        return accept(tree, raw, seq_lens, plain, sampling).bonus_tokens
+        return accept_first(logits, lens, sampling).bonus_tokens
     logprobs = LogprobBuffers.alloc(1, len(lens), 1, lens.device)
     if scored is not None:
         scored.append(logprobs)
     # there is one entry, 0
-    processing = Processing(processors, rows, logprobs, tree.tokens[0], bitmask)
-    nodes = processing.process(tree, raw)
-    accepted = accept(tree, nodes, seq_lens, plain, sampling)
-    processing.score(accepted, raw, nodes, lambda: sampling)
-    processing.note(accepted)
-    return accepted.bonus_tokens
+    processing = Processing(processors, rows, logprobs, lens.new_zeros(1), bitmask)
+    return accept_first(logits, lens, sampling, processing).bonus_tokens
+
+
+def accept_first(
+    logits: Tensor,
+    lens: Tensor,
+    sampling: SamplingBatch,
+    processing: Processing | None = None,
+    out: AcceptResult | None = None,
+) -> AcceptResult:
+    """Choose the tokens after prompts, as plain decoding's step would.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``[R, V]``, after each prompt.
+    lens : Tensor
+        ``[R]`` int64, tokens before each prompt's last one.
+    sampling : SamplingBatch
+        How each request draws.
+    processing : Processing, optional
+        What requests ask of their logits.
+    out : AcceptResult, optional
+        Tensors to write; new ones if None.
+    """
+    tree, raw, seq_lens = _roots(lens), logits[:, None], lens.to(torch.int32)
+    plain = SpecConfig(num_steps=0, num_draft_tokens=1)
+    nodes = raw if processing is None else processing.process(tree, raw)
+    accepted = accept(tree, nodes, seq_lens, plain, sampling, out)
+    if processing is not None:
+        processing.score(accepted, raw, nodes, lambda: sampling)
+        processing.note(accepted)
+    return accepted
 
 
 def leave_nothing(

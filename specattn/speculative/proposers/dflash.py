@@ -16,7 +16,7 @@ import torch
 from specattn.batch import Marginals
 from specattn.speculative.proposers.block import bind_block
 from specattn.speculative.proposers.draft import choose_tokens
-from specattn.speculative.proposers.proposer import BoundProposer, ModelProposer
+from specattn.speculative.proposers.proposer import BoundPrompt, BoundProposer, ModelProposer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from specattn.batch import AcceptResult
     from specattn.config import SpecConfig
+    from specattn.speculative.prompts.buffers import ChunkViews
     from specattn.speculative.proposers.block import BlockDraftModel
     from specattn.speculative.proposers.proposer import PromptChunk
     from specattn.speculative.step.buffers import StepViews
@@ -69,6 +70,22 @@ class DFlashProposer(ModelProposer):
         assert chunk.features is not None
         states, slots = self.model.combine(chunk.features), chunk.plan.out_slots
         self.model.write_context(states, chunk.positions, self.slot.backend.pool, slots)
+        return {}
+
+    def bind_prompt(self, chunk: ChunkViews) -> BoundPrompt:
+        """Return the writer of chunks' context."""
+        return _BoundContext(self, chunk)
+
+
+class _BoundContext(BoundPrompt):
+    proposer: DFlashProposer
+
+    def read(self, features: Tensor | None) -> Mapping[str, Tensor]:
+        """Write the context; slots of padding are skipped."""
+        assert features is not None
+        model, chunk = self.proposer.model, self.chunk
+        pool, slots = self.proposer.slot.backend.pool, chunk.plan.out_slots
+        model.write_context(model.combine(features), chunk.tokens.positions, pool, slots)
         return {}
 
 

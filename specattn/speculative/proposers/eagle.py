@@ -19,7 +19,7 @@ from specattn.buffers import fingerprint
 from specattn.kernels.tree import Beams, select_beams
 from specattn.plan import AttnInputs, AttnPlan, MultiStepDims, causal_words
 from specattn.speculative.proposers.draft import choose_tokens, new_beams, new_candidates
-from specattn.speculative.proposers.proposer import BoundProposer, ModelProposer
+from specattn.speculative.proposers.proposer import BoundPrompt, BoundProposer, ModelProposer
 from specattn.speculative.states import StateField
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
     from specattn.speculative.model import DraftModel, DraftOutput
+    from specattn.speculative.prompts.buffers import ChunkViews
     from specattn.speculative.proposers.draft import Draws
     from specattn.speculative.proposers.proposer import PromptChunk
     from specattn.speculative.step.buffers import StepViews
@@ -74,6 +75,10 @@ class EagleProposer(ModelProposer):
         out = draft.forward(chunk.next_ids, states, chunk.positions, attend, last)
         return self.started(out, chunk)
 
+    def bind_prompt(self, chunk: ChunkViews) -> BoundPrompt:
+        """Return the draft's forward over chunks of so many tokens."""
+        return BoundEaglePrompt(self, chunk)
+
     def started(self, out: DraftOutput, chunk: PromptChunk) -> dict[str, Any]:
         """Return the `DraftState` after prompts that end in a chunk."""
         draws = chunk.sampling if chunk.config.draft_sampling else None
@@ -90,6 +95,34 @@ class EagleProposer(ModelProposer):
         # the token proposed here follows the bonus token
         probs, tokens, drawn_from = choose_tokens(self.model, out.logits, topk, draws, after)
         return vars(DraftState(probs, tokens, out.hidden_states, drawn_from))
+
+
+class BoundEaglePrompt(BoundPrompt):
+    """The draft's forward over a chunk."""
+
+    proposer: EagleProposer
+
+    def __init__(self, proposer: EagleProposer, chunk: ChunkViews) -> None:
+        super().__init__(proposer, chunk)
+        self._attend = proposer.slot.backend.bind(chunk.plan)
+        self.attending = (self._attend,)
+
+    def read(self, features: Tensor | None) -> Mapping[str, Tensor]:
+        """Run the draft over the chunk, with the target's features."""
+        assert features is not None
+        draft, tokens, pieces = self.proposer.model, self.chunk.tokens, self.chunk.pieces
+        # 0 at the ends of prompts, until here
+        ids = tokens.next_ids.index_add(0, pieces.last, self.chunk.bonus)
+        states = draft.combine(features)
+        return self._started(
+            draft.forward(ids, states, tokens.positions, self._attend, pieces.last)
+        )
+
+    def _started(self, out: DraftOutput) -> Mapping[str, Tensor]:
+        chunk, pieces = self.chunk, self.chunk.pieces
+        draws = pieces.sampling(sampled=True) if chunk.config.draft_sampling else None
+        after = chunk.tokens.positions[pieces.last] + 1
+        return self.proposer.proposed(out, chunk.config.proposals, draws, after)
 
 
 class BoundEagle(BoundProposer):

@@ -12,15 +12,22 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from specattn.batch import Linked
+from specattn.buffers import send
 from specattn.checks import whole_number
 from specattn.kernels.lookup import MAX_MATCHES, MAX_NGRAM, append_text, lookup_tree
 from specattn.speculative.proposers.drafts import draft_of
 from specattn.speculative.proposers.host import HostProposer
-from specattn.speculative.proposers.proposer import BoundProposer, Proposer, bind
+from specattn.speculative.proposers.proposer import (
+    BoundPrompt,
+    BoundProposer,
+    Proposer,
+    bind,
+    binds_prompts,
+)
 from specattn.speculative.states import StateField
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
     from specattn.speculative.model import ModelSlot
+    from specattn.speculative.prompts.buffers import ChunkViews
     from specattn.speculative.proposers.drafts import Draft
     from specattn.speculative.proposers.proposer import PromptChunk
     from specattn.speculative.step.buffers import StepViews
@@ -88,11 +96,37 @@ class LookupProposer(Proposer):
         text = torch.zeros(len(ended), width, dtype=torch.int32)
         for row, prompt in zip(text, ended, strict=True):
             row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
-        text = text.to(device)
-        lens = torch.tensor([len(prompt) for prompt in ended], device=device, dtype=torch.int64)
+        text = send(text, device)
+        lens = send(torch.tensor([len(prompt) for prompt in ended], dtype=torch.int64), device)
         # -1 marks logits that were not finite; the request ends
         text.scatter_(1, lens[:, None], chunk.bonus_tokens.clamp(min=0).int()[:, None])
         return {TEXT: text}
+
+    def bind_prompt(self, chunk: ChunkViews) -> BoundPrompt:
+        """Return what appends chunks to the texts."""
+        return _BoundTexts(self, chunk)
+
+
+class _BoundTexts(BoundPrompt):
+    def cached(self, row: int, tokens: Sequence[int]) -> None:
+        """Write the text of a prefix that others have run."""
+        text = self.chunk.states.drafting[TEXT]
+        shared = send(torch.tensor(tokens, dtype=torch.int32), text.device)
+        text[row, : len(tokens)] = shared
+
+    def read(self, features: Tensor | None) -> Mapping[str, Tensor]:
+        """Write the chunk to its texts, first tokens behind it."""
+        text, tokens, pieces = (
+            self.chunk.states.drafting[TEXT],
+            self.chunk.tokens,
+            self.chunk.pieces,
+        )
+        # padding writes what is there
+        new = torch.where(tokens.rows != 0, tokens.tokens.to(text.dtype), text[0, 0])
+        text.index_put_((tokens.rows, tokens.positions), new)
+        first = self.chunk.bonus[:, None]
+        append_text(text, pieces.ended, pieces.before, first, torch.ones_like(pieces.before))
+        return {}
 
 
 class BoundLookup(BoundProposer):
@@ -200,6 +234,27 @@ class LookupFirst(Proposer):
     def prompt(self, chunk: PromptChunk) -> Mapping[str, Tensor]:
         """Let both read the prompts."""
         return {**self.lookup.prompt(chunk), **self.other.prompt(chunk)}
+
+    def bind_prompt(self, chunk: ChunkViews) -> BoundPrompt | None:
+        """Return what both do with chunks, if the other can."""
+        other = self.other.bind_prompt(chunk) if binds_prompts(self.other) else None
+        return None if other is None else _BoundBoth(self, chunk, other)
+
+
+class _BoundBoth(BoundPrompt):
+    def __init__(self, proposer: LookupFirst, chunk: ChunkViews, other: BoundPrompt) -> None:
+        super().__init__(proposer, chunk)
+        self.lookup, self.other = _BoundTexts(proposer.lookup, chunk), other
+        self.attending = other.attending
+
+    def cached(self, row: int, tokens: Sequence[int]) -> None:
+        """Let both take in a prefix."""
+        self.lookup.cached(row, tokens)
+        self.other.cached(row, tokens)
+
+    def read(self, features: Tensor | None) -> Mapping[str, Tensor]:
+        """Let both read the chunk."""
+        return {**self.lookup.read(features), **self.other.read(features)}
 
 
 class BoundLookupFirst(BoundProposer):

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from specattn.buffers import Fingerprint
     from specattn.config import SpecConfig
     from specattn.plan import ExtendPlan
+    from specattn.speculative.prompts.buffers import ChunkViews
     from specattn.speculative.sampling.params import SamplingBatch
     from specattn.speculative.states import StateField
     from specattn.speculative.step.buffers import StepViews
@@ -78,6 +79,8 @@ class PromptChunk:
         ``[E]`` int64, their first new tokens; -1 for logits that were not finite.
     sampling : SamplingBatch
         How these E requests draw.
+    token_ids, following : Tensor
+        ``[T]`` int64: the tokens, and each one's next of its prompt, 0 after the prompt's last.
     """
 
     plan: ExtendPlan
@@ -89,23 +92,14 @@ class PromptChunk:
     last: Tensor
     bonus_tokens: Tensor
     sampling: SamplingBatch
-
-    @cached_property
-    def token_ids(self) -> Tensor:
-        """The tokens, ``[T]`` int64."""
-        pairs = zip(self.prompts, self.spans, strict=True)
-        return self._on_device([token for text, (a, b) in pairs for token in text[a:b]])
+    token_ids: Tensor
+    following: Tensor
 
     @cached_property
     def next_ids(self) -> Tensor:
         """Each token's next one, ``[T]`` int64; the bonus token comes last."""
-        ids: list[int] = []
-        for text, (start, stop) in zip(self.prompts, self.spans, strict=True):
-            ids += [*text[start + 1 : stop + 1], 0][: stop - start]
-        tokens = self._on_device(ids)
         # -1 marks logits that were not finite; the request ends, whatever the draft reads
-        tokens[self.last] = self.bonus_tokens.clamp(min=0)
-        return tokens
+        return self.following.index_copy(0, self.last, self.bonus_tokens.clamp(min=0))
 
     def bind(self, backend: LayeredBackend, plan: ExtendPlan | None = None) -> BoundLayers:
         """Return attention over the pieces, ready to run.
@@ -113,9 +107,6 @@ class PromptChunk:
         ``plan`` is another plan of the same pieces.
         """
         return backend.bind_prompts(plan or self.plan, [start for start, _ in self.spans])
-
-    def _on_device(self, ids: list[int]) -> Tensor:
-        return torch.tensor(ids, device=self.last.device)
 
 
 class Proposer(ABC):
@@ -183,9 +174,30 @@ class Proposer(ABC):
         """
         return {}
 
+    def bind_prompt(self, chunk: ChunkViews) -> BoundPrompt | None:
+        """Return what chunks of prompts of so many tokens do.
+
+        It does for static buffers what `prompt` does for lists of the host, so that a graph can
+        record it. None says that prompts run by `prompt` alone: here, if a class has one.
+        """
+        return BoundPrompt(self, chunk) if type(self).prompt is Proposer.prompt else None
+
     def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Self:
         """Return the proposer over a slot for its model; see `ProposerFactory`."""
         return self
+
+
+def binds_prompts(proposer: Proposer) -> bool:
+    """Return whether a proposer's `bind_prompt` does what its `prompt` does.
+
+    A class that has another `prompt`, and no `bind_prompt` with it, is asked by `prompt`.
+    """
+    line = type(proposer).__mro__
+    by, of = (
+        next(at for at, one in enumerate(line) if name in vars(one))
+        for name in ("bind_prompt", "prompt")
+    )
+    return by <= of
 
 
 class ModelProposer(Proposer):
@@ -289,6 +301,58 @@ class BoundProposer(ABC):
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers, for the guard of a capture."""
         return fingerprint(positions=self.positions, seq_lens=self.seq_lens, **self.gathers)
+
+
+class BoundPrompt:
+    """A proposer's part of chunks of so many tokens: by default nothing.
+
+    Parameters
+    ----------
+    proposer : Proposer
+        Whose chunks these are.
+    chunk : ChunkViews
+        Of T places and P pieces.
+
+    Attributes
+    ----------
+    attending : tuple of BoundLayers
+        The attention of `read`, which the chunk fills before it.
+    """
+
+    attending: tuple[BoundLayers, ...] = ()
+
+    def __init__(self, proposer: Any, chunk: ChunkViews) -> None:
+        self.proposer, self.chunk = proposer, chunk
+
+    # empty on purpose: few proposers need it
+    def cached(self, row: int, tokens: Sequence[int]) -> None:
+        """Take in tokens of a prompt that others have run.
+
+        No chunk has them. It comes before the chunk is launched, and waits for nothing.
+
+        Parameters
+        ----------
+        row : int
+            The request's row of the table.
+        tokens : sequence of int
+            The prompt's first tokens.
+        """
+
+    def read(self, features: Tensor | None) -> Mapping[str, Tensor]:
+        """Read the chunk, after the target: no sync, capturable.
+
+        Parameters
+        ----------
+        features : Tensor or None
+            ``[T, F]``, the target's; None if it gives none.
+
+        Returns
+        -------
+        mapping of str to Tensor
+            ``[P, w]``: new states of the prompts that end, for the fields of `state_fields` that
+            the chunk's last launch is to write.
+        """
+        return {}
 
 
 def bind(proposer: Proposer, step: StepViews) -> BoundProposer:

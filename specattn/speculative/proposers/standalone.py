@@ -11,12 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from specattn.buffers import send_parts
 from specattn.errors import ModelError
 from specattn.speculative.model import DraftOutput, for_context
-from specattn.speculative.proposers.eagle import EagleProposer
+from specattn.speculative.proposers.eagle import BoundEaglePrompt, EagleProposer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from specattn.config import AttnConfig, SpecConfig
     from specattn.plan import ExtendPlan
     from specattn.speculative.model import Attend, ModelSlot, TargetModel
-    from specattn.speculative.proposers.proposer import PromptChunk, Proposer
+    from specattn.speculative.prompts.buffers import ChunkViews
+    from specattn.speculative.proposers.proposer import BoundPrompt, PromptChunk, Proposer
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,37 +133,65 @@ class StandaloneProposer(EagleProposer):
         )
         return self.started(out, chunk)
 
+    def bind_prompt(self, chunk: ChunkViews) -> BoundPrompt:
+        """Return the model's forward over chunks of so many tokens."""
+        return _BoundStandalonePrompt(self, chunk)
+
+
+class _BoundStandalonePrompt(BoundEaglePrompt):
+    def read(self, features: Tensor | None) -> Mapping[str, Tensor]:
+        """Run the model over the chunk and the bonus tokens."""
+        tokens, pieces = self.chunk.tokens, self.chunk.pieces
+        behind = pieces.places - pieces.last
+        # 0 in these places, until here
+        ids = tokens.tokens.index_add(0, pieces.places, self.chunk.bonus * behind)
+        model, none = self.proposer.model, pieces.last[:0]
+        return self._started(
+            model.forward(ids, none, tokens.positions, self._attend, pieces.places)
+        )
+
 
 def _with_bonus(chunk: PromptChunk) -> tuple[ExtendPlan, Tensor, Tensor, Tensor]:
     """Let bonus tokens follow the prompts that end in a chunk.
 
     Returns the plan, the tokens and their positions, and ``[E]`` where each prompt ends.
     """
-    plan, device = chunk.plan, chunk.last.device
-    sizes = torch.tensor([stop - start for start, stop in chunk.spans])
-    stops = torch.tensor([stop for _, stop in chunk.spans])
-    ended = stops == torch.tensor([len(text) for text in chunk.prompts])
-    grows = ended & (stops < plan.req_to_token.shape[1])
-    indptr = torch.cat([sizes.new_zeros(1), (sizes + grows.long()).cumsum(0)])
-    # where the tokens of the prompts go, and the bonus tokens
-    before = (grows.long().cumsum(0) - grows.long()).repeat_interleave(sizes)
-    own = (torch.arange(len(before)) + before).to(device)
+    plan, context = chunk.plan, chunk.plan.req_to_token.shape[1]
+    sizes = np.array([stop - start for start, stop in chunk.spans])
+    stops = np.array([stop for _, stop in chunk.spans])
+    ended = stops == np.array([len(text) for text in chunk.prompts])
+    grows = ended & (stops < context)
+    indptr = np.concatenate([[0], (sizes + grows).cumsum()])
+    before = np.repeat(grows.cumsum() - grows, sizes)
     ends = indptr[1:] - 1
-    new, stops_of = ends[grows].to(device), stops[grows].to(device)
+    # where the tokens of the prompts go, and the bonus tokens; the pieces that these follow,
+    # their places among the bonus tokens, and those in their texts
+    own, new, pieces, which, stops_of, offsets, last = send_parts(
+        (
+            np.arange(len(before)) + before,
+            ends[grows],
+            grows.nonzero()[0],
+            grows[ended].nonzero()[0],
+            stops[grows],
+            indptr,
+            ends[ended],
+        ),
+        chunk.last.device,
+    )
 
     def joined(ours: Tensor, theirs: Tensor) -> Tensor:
         both = ours.new_empty(len(ours) + len(theirs))
         both[own], both[new] = ours, theirs.to(ours.dtype)
         return both
 
-    bonus = chunk.bonus_tokens[grows[ended].to(device)].clamp(min=0)
-    slots = plan.req_to_token[plan.req_pool_indices[grows.to(device)], stops_of]
+    bonus = chunk.bonus_tokens[which].clamp(min=0)
+    slots = plan.req_to_token[plan.req_pool_indices[pieces], stops_of]
     plan = replace(
         plan,
-        qo_indptr=indptr.to(device, torch.int32),
+        qo_indptr=offsets.to(torch.int32),
         out_slots=joined(plan.out_slots[0], slots)[None],
-        max_q_len=int((sizes + grows.long()).max()),
-        max_seq_len=int((stops + grows.long()).max()),
+        max_q_len=int((sizes + grows).max()),
+        max_seq_len=int((stops + grows).max()),
     )
     tokens, positions = joined(chunk.token_ids, bonus), joined(chunk.positions, stops_of)
-    return plan, tokens, positions, ends[ended].to(device)
+    return plan, tokens, positions, last

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specattn.buffers import send
 from specattn.checks import expect, instance, listed
 from specattn.speculative.states import StateField, alloc_fields
 
@@ -260,7 +261,8 @@ class OwnProcessors:
             table[row].zero_()
         if not asked:
             return
-        self.tables["text"][row, : len(prompt)].copy_(torch.tensor(prompt), non_blocking=True)
+        text = self.tables["text"]
+        text[row, : len(prompt)].copy_(send(torch.tensor(prompt), text.device))
         self.tables["length"][row].fill_(len(prompt))
         for at, one in enumerate(self.processors):
             if one.name in asked:

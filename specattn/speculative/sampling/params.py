@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from specattn.buffers import send
 from specattn.checks import number, one_of, whole_number
 from specattn.kernels.logprobs import MAX_LOGPROBS
 
@@ -262,7 +263,7 @@ class SamplingBatch:
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
             values = [getattr(p, name) or 0 for p in params]
-            return torch.tensor(values, dtype=dtype, device=device)
+            return send(torch.tensor(values, dtype=dtype), device)
 
         return cls(
             greedy=not any(p.drawn for p in params),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from specattn.buffers import BufferSet, buf, fingerprint
+from specattn.buffers import BufferSet, buf, fingerprint, send
 from specattn.kernels.logprobs import DRAWN, PROCESSED, RAW, path_logprobs
 from specattn.kernels.processors import (
     ALLOWED,
@@ -187,7 +187,7 @@ class ProcessorStates(BufferSet, ProcessorColumns):
             self._admit_bad_words(row, sampling.bad_words, prompt)
         if sampling.allowed_tokens is not None:
             allowed = token_bitmask(sampling.allowed_tokens, vocab)
-            self.allowed[row].copy_(allowed, non_blocking=True)
+            self.allowed[row].copy_(send(allowed, self.allowed.device))
         if kinds[ENDS]:
             self._write(self.end_ids[row], sorted(end_ids))
             self.ends_from[row].fill_(len(prompt) + min_new_tokens)
@@ -199,8 +199,7 @@ class ProcessorStates(BufferSet, ProcessorColumns):
             sampling.presence_penalty,
         )
         self._write(self.penalties[row], three)
-        tokens = torch.tensor(prompt, dtype=torch.int64)
-        tokens = tokens.to(self.history.device, non_blocking=True)
+        tokens = send(torch.tensor(prompt, dtype=torch.int64), self.history.device)
         self.history[row].zero_().index_fill_(0, tokens, 1)
 
     def _admit_bad_words(
@@ -209,14 +208,14 @@ class ProcessorStates(BufferSet, ProcessorColumns):
         words = torch.full(self.bad_words.shape[1:], -1, dtype=torch.int32)
         for at, word in enumerate(bad_words):
             words[at, -len(word) :] = torch.tensor(word)
-        self.bad_words[row].copy_(words, non_blocking=True)
+        self.bad_words[row].copy_(send(words, self.bad_words.device))
         self._write(self.recent[row], list(prompt[::-1][: self.recent.shape[1]]), -2)
 
     @staticmethod
     def _write(out: Tensor, values: Sequence[float], pad: float = -1) -> None:
         """Write numbers, padded to the row's width, without waiting."""
         padding = [pad] * (len(out) - len(values))
-        out.copy_(torch.tensor([*values, *padding], dtype=out.dtype), non_blocking=True)
+        out.copy_(send(torch.tensor([*values, *padding], dtype=out.dtype), out.device))
 
     def process(
         self, tree: DraftTree, logits: Tensor, rows: Tensor, bitmask: Tensor | None = None

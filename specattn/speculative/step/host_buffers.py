@@ -260,6 +260,17 @@ class InFlight:
         """Steps that nobody has waited for."""
         return [step for step in self._steps if step is not None and not step.waited]
 
+    @property
+    def next_entry(self) -> int:
+        """Which entry the next step uses."""
+        return self._next
+
+    def make_room(self) -> None:
+        """Wait for the step whose entry comes next, if nobody has."""
+        step = self._steps[self._next]
+        if step is not None:
+            step.wait()
+
     def begin(self) -> None:
         """Raise a ValueError unless the next step's entry is free."""
         if not self._aligned:
