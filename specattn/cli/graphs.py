@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from specattn.cli.errors import ArgumentError
 from specattn.cli.options import RUNNING, EngineCommand, option
-from specattn.speculative.step.level import Level
 
 _BUCKETS = "1,2,3,4,6,8,10,12,16,20,24,28,32,40,48,64"
 _SAMPLED = "Also capture steps of requests that draw."
@@ -17,7 +16,8 @@ _MIB = 2**20
 #: Stands below the command's options.
 EPILOG = (
     "The column memory is what the pool that all graphs share grew by. The largest bucket comes "
-    "first and takes most of it; where others have 0.0 MiB, they use what is there. KV pools, "
+    "first and takes most of it; where others have 0.0 MiB, they use what is there. Buckets of "
+    "prompts are tokens; first tokens have one of 8 pieces, and an order of their own. KV pools, "
     "input buffers and what the driver keeps of a graph are not in it."
 )
 
@@ -40,13 +40,11 @@ class Graphs(EngineCommand):
         if self.draft_sampling and not self.sampled:
             raise ArgumentError("--draft-sampling", "needs --sampled: greedy steps draw no drafts")
         options, models = self.engine_options, self.load_for(config)
-        setup = Setup(models, (), self.max_context, max(sizes), options | {"buckets": sizes})
+        options = options | {"buckets": sizes, "sampled": self.sampled}
+        setup = Setup(models, (), self.max_context, max(sizes), options)
         began = time.perf_counter()
         engine = setup.engine(config)
-        decoder = engine.decoder(engine.config)
-        if self.sampled:
-            decoder.capture(Level.SAMPLED)
-        captures, seconds = decoder.report(), time.perf_counter() - began
+        captures, seconds = engine.graphs()[engine.config], time.perf_counter() - began
         found = {
             "device": str(self.place),
             "recorded": sum(one.recorded for one in captures),

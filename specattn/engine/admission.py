@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from specattn.engine.prompts import run_prompts
+from specattn.engine.prompts import begin_prompts, run_prompts
 from specattn.errors import CapacityError
-from specattn.speculative.prompts.prefill import Prefill
+from specattn.speculative.prompts.runner import PromptRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from specattn.cuda_graph import GraphReport
     from specattn.engine.decoders import Decoders
-    from specattn.engine.flight import Flight
+    from specattn.engine.flight import Flight, LaunchedPrompt
     from specattn.engine.metrics import Totals
-    from specattn.engine.request import RequestOutput
+    from specattn.engine.request import RequestOutput, RunningRequest
     from specattn.engine.scheduler import Item, Scheduler
+    from specattn.speculative.prompts.prefill import Prefill
+    from specattn.speculative.prompts.runner import PromptWave
+    from specattn.speculative.step.level import Level
 
 
 class Admission:
     """Gives requests rows and slots, and runs their prompts.
 
-    A request is admitted when its first token is drawn.
+    Prompts are launched and not waited for, where a `PromptRunner` runs them: their requests take
+    part in the next step. Else a request is admitted when its first token is drawn.
 
     Parameters
     ----------
@@ -39,11 +45,8 @@ class Admission:
         Told that something else runs between its steps.
     totals : Totals
         What the engine counts.
-
-    Attributes
-    ----------
-    prefill : Prefill
-        Runs the prompts.
+    prompts : PromptRunner or Prefill
+        What runs prompts: it launches them, or waits for them.
     """
 
     def __init__(
@@ -53,8 +56,11 @@ class Admission:
         scheduler: Scheduler,
         flight: Flight,
         totals: Totals,
+        prompts: PromptRunner | Prefill,
     ) -> None:
-        self.prefill = Prefill.of(decoders.setup)
+        self.prompts = prompts
+        # a request whose prompt is longer than a chunk, and what is left of that
+        self._begun: tuple[RunningRequest, PromptWave] | None = None
         self._change, self._decoders, self._scheduler = change, decoders, scheduler
         self._flight, self._totals = flight, totals
 
@@ -62,33 +68,78 @@ class Admission:
         """Admit as many waiting requests as have slots to their ends.
 
         They come in their order, and those that run keep what they may grow into. One for whose
-        longest text there are no slots at all runs by itself.
+        longest text there are no slots at all runs by itself. Beside requests that run, a chunk is
+        launched at most, for they wait for it: a longer prompt runs in parts, between their steps.
+        Returns those whose first tokens are known; of others, steps hand them out.
         """
         scheduler = self._scheduler
         admitted: list[RequestOutput] = []
+        launches = isinstance(self.prompts, PromptRunner)
+        parted = None if self._begun is None else self._begun[0]
+        beside = launches and any(one is not parted for one in scheduler.running)
+        if (beside and self._flight.chunk_last) or self._goes_on(parts=beside):
+            return admitted
         if scheduler.running and len(scheduler.running) >= scheduler.full:
             return admitted
         count = len(scheduler.waiting)
         while count := min(count, len(scheduler.waiting), scheduler.num_free):
+            some = self._in_a_chunk(count) if beside else count
             try:
-                admitted += self.admit(scheduler.waiting[:count], whole=True)
+                admitted += self.admit(scheduler.waiting[:some], whole=True, parts=beside)
             except CapacityError:
-                if count == 1 and not scheduler.running:
+                if some == 1 and not scheduler.running:
                     if not admitted:  # else their tokens come first
                         admitted += self.admit(scheduler.waiting[:1], whole=False)
                         del scheduler.waiting[:1]
                     break
-                count //= 2
+                count = some // 2
             else:
-                del scheduler.waiting[:count]
+                del scheduler.waiting[:some]
+                if some < count:  # the others after a step
+                    scheduler.full = len(scheduler.running) + 1
+                    return []
         scheduler.full = len(scheduler.running)
-        return admitted
+        return [] if launches else admitted
 
-    def admit(self, items: Sequence[Item], *, whole: bool) -> list[RequestOutput]:
-        """Run the prompts and draw first tokens, of all requests or none.
+    def _in_a_chunk(self, count: int) -> int:
+        """Return how many of ``count`` prompts a chunk holds, or 1."""
+        ahead, left = self.prompts.proposer.read_ahead, self.prompts.chunk
+        for at, (request, _) in enumerate(self._scheduler.waiting[:count]):
+            left -= self._scheduler.lacking(request) + ahead
+            if left < 0:
+                return max(at, 1)
+        return count
+
+    def _goes_on(self, *, parts: bool) -> bool:
+        """Launch the next part of a prompt; returns whether there was one."""
+        if self._begun is None:
+            return False
+        one, wave = self._begun
+        with self._change():
+            if one.result.finish_reason:  # it was dropped
+                self._begun = None
+                return False
+            try:
+                self._launch([one], wave, parts=parts)
+            except Exception:
+                self._begun = None
+                self._scheduler.drop(one.result)
+                self._totals.dropped(1)
+                raise
+        return True
+
+    def forget(self) -> None:
+        """Forget a prompt in parts: its request was dropped."""
+        self._begun = None
+
+    def admit(
+        self, items: Sequence[Item], *, whole: bool, wait: bool = False, parts: bool = False
+    ) -> list[RequestOutput]:
+        """Run the prompts, of all requests or none.
 
         ``whole`` is whether there must be slots for all steps of these requests, as
-        `Scheduler.admit` says.
+        `Scheduler.admit` says, and ``wait`` whether to wait for their first tokens. With ``parts``,
+        of one prompt a chunk alone is launched.
 
         Raises
         ------
@@ -97,29 +148,62 @@ class Admission:
         """
         requests = [request for request, _ in items]
         results = [result for _, result in items]
+        levels = list(chain.from_iterable(request.levels for request in requests))
         scheduler, table = self._scheduler, self._scheduler.table
         with self._change() as put_right:
             if len(items) > (free := table.num_free_rows):
                 raise CapacityError(
                     f"requests must be at most {free}, as many as rows are free, got {len(items)}"
                 )
-            running, rows = list(scheduler.running), table.rows
+            running, rows, launched = list(scheduler.running), table.rows, self._flight.prompts
+            begun = self._begun
             try:
                 self._decoders.capture_for(requests)
+                self.capture(*levels)
                 self._flight.untimed()
-                shared = self._run_prompts(items, whole=whole)
+                self._flight.prompts = [*launched]
+                shared = self._run_prompts(items, whole=whole, parts=parts)
+                if wait:
+                    self._read_since(launched)
             except BaseException:
                 if not table.changing:
+                    self._flight.prompts = launched
+                    self._begun = begun
                     scheduler.roll_back(running, rows, results)
                     put_right()
                 raise
             self._totals.admitted(items, shared)
             return results
 
-    def _run_prompts(self, items: Sequence[Item], *, whole: bool) -> int:
-        """Run prompts, draw first tokens; returns how many tokens others had run."""
+    def capture(self, *levels: Level) -> None:
+        """Capture first tokens of these levels; see `PromptRunner.capture`."""
+        if isinstance(self.prompts, PromptRunner):
+            processors = self._decoders.processors
+            self.prompts.capture(*levels, processors=processors, or_eager=True)
+
+    def report(self) -> tuple[GraphReport, ...]:
+        """Return what capturing chunks of prompts took."""
+        return self.prompts.report() if isinstance(self.prompts, PromptRunner) else ()
+
+    def settle(self) -> None:
+        """Wait for every chunk in flight."""
+        if isinstance(self.prompts, PromptRunner):
+            self.prompts.settle()
+
+    def _read_since(self, launched: Sequence[LaunchedPrompt]) -> None:
+        """Wait for the prompts that were launched after these."""
+        flight = self._flight
+        new = flight.prompts[len(launched) :]
+        flight.prompts = [*launched]
+        flight.read(new)
+        # the caller has waited, not the requests that run
+        flight.chunk_last = False
+        self._scheduler.remove_ended()
+
+    def _run_prompts(self, items: Sequence[Item], *, whole: bool, parts: bool) -> int:
+        """Run prompts; returns how many of their tokens others had run."""
         shared, started_at = 0, time.perf_counter()
-        scheduler, states = self._scheduler, self._decoders.setup.states
+        scheduler = self._scheduler
         for _, result in items:
             result.started_at = started_at
         while items:
@@ -127,11 +211,36 @@ class Admission:
             wave, items = scheduler.wave(items)
             admitted = scheduler.admit(wave, whole=whole)
             shared += sum(one.length for one in admitted)
-            firsts, scored = run_prompts(self.prefill, states, admitted, self._decoders.processors)
-            for at, (one, token) in enumerate(zip(admitted, firsts, strict=True)):
-                one.length = one.prompt_len
-                one.result.first_token_at = time.perf_counter()
-                read = None if scored is None else partial(scored.read, at, 1)
-                scheduler.append(one, [token], read)
-            scheduler.remove_ended()
+            if isinstance(self.prompts, PromptRunner):
+                begun = begin_prompts(self.prompts, admitted, self._decoders.processors)
+                self._launch(admitted, begun, parts=parts and len(admitted) == 1)
+            else:
+                self._run_now(self.prompts, admitted)
         return shared
+
+    def _launch(self, admitted: Sequence[RunningRequest], wave: PromptWave, *, parts: bool) -> None:
+        """Launch prompts, or in ``parts`` a chunk of one."""
+        assert isinstance(self.prompts, PromptRunner)
+        self.prompts.launch(wave)
+        while wave.left and not parts:
+            self.prompts.launch(wave)
+        self._flight.chunk_last = True
+        if wave.left:
+            (one,) = admitted
+            one.awaited = one.held = True
+            self._begun = one, wave
+            return
+        if self._begun is not None and self._begun[1] is wave:
+            self._begun = None
+        self._flight.expect(admitted, [wave.firsts[at] for at in range(len(admitted))])
+
+    def _run_now(self, prefill: Prefill, admitted: Sequence[RunningRequest]) -> None:
+        """Run prompts, and wait for their first tokens."""
+        scheduler, states = self._scheduler, self._decoders.setup.states
+        firsts, scored = run_prompts(prefill, states, admitted, self._decoders.processors)
+        for at, (one, token) in enumerate(zip(admitted, firsts, strict=True)):
+            one.length = one.prompt_len
+            one.result.first_token_at = time.perf_counter()
+            read = None if scored is None else partial(scored.read, at, 1)
+            scheduler.append(one, [token], read)
+        scheduler.remove_ended()

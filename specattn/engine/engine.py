@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -19,6 +21,8 @@ from specattn.engine.metrics import Totals
 from specattn.engine.ranks import agree, ranks_of
 from specattn.engine.request import Request, RequestOutput
 from specattn.engine.scheduler import Scheduler
+from specattn.speculative.prompts.prefill import Prefill
+from specattn.speculative.prompts.runner import PromptRunner
 from specattn.speculative.proposers.drafts import draft_of
 from specattn.speculative.sampling.logits_processor import as_processors
 from specattn.speculative.step.level import Level
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
     from specattn.cache.slot_table import SlotTable
     from specattn.cuda_graph import GraphReport
     from specattn.engine.detokenizer import Tokenizer
-    from specattn.engine.flight import Gain, LaunchedStep
+    from specattn.engine.flight import Gain, LaunchedPrompt
     from specattn.engine.metrics import EngineMetrics
     from specattn.engine.policy import Policy
     from specattn.engine.request import RunningRequest
@@ -97,6 +101,14 @@ class Engine:
     deterministic : bool
         Whether attention gives every token the same bits in any batch and mode; see
         `specattn.config.AttnConfig`.
+    prompt_chunk : int
+        Most tokens of prompts that run at once, between two steps; longer prompts run in parts.
+    prompt_buckets : sequence of int, optional
+        Tokens of chunks of prompts that are captured; a chunk takes the smallest bucket that holds
+        it, and longer ones run eagerly. Without any all do. By default
+        `specattn.speculative.prompts.runner.BUCKETS` where graphs are recorded. They need a
+        backend that plans on the device, and a proposer with `Proposer.bind_prompt`, as all here
+        have it.
     tokenizer : Tokenizer, optional
         The target's, as transformers loads it: prompts may be texts then, and its end-of-text and
         end-of-turn tokens end a text as the target's own do.
@@ -152,6 +164,8 @@ class Engine:
         processed: bool = False,
         processors: Sequence[LogitsProcessor] = (),
         deterministic: bool = False,
+        prompt_chunk: int = 4096,
+        prompt_buckets: Sequence[int] | None = None,
         tokenizer: Tokenizer | None = None,
         detokenize: Callable[[list[int]], str] | None = None,
         kv_dtype: torch.dtype | None = None,
@@ -195,7 +209,8 @@ class Engine:
         slots, levels = self.target.num_slots, Level.each(sampled=sampled, processed=processed)
         sizes = self.configs.all, self.buckets, slots, kv_dtype, self.target.backend.name
         asked = [one.name for one in own], sampled, processed, deterministic, draft is not None
-        agree(self.ranks, "the settings of an Engine", (sizes, asked, setup.options.settings))
+        settings = sizes, asked, (prompt_chunk, prompt_buckets), setup.options.settings
+        agree(self.ranks, "the settings of an Engine", settings)
         self._decoders = Decoders(setup, self.configs.all, self.buckets, own, levels)
         self.scheduler = Scheduler(
             self.table,
@@ -211,8 +226,15 @@ class Engine:
             self._decoders, self.scheduler, self.configs, self._totals, ranks=self.ranks
         )
         self._admission = Admission(
-            self._change, self._decoders, self.scheduler, self._flight, self._totals
+            self._change,
+            self._decoders,
+            self.scheduler,
+            self._flight,
+            self._totals,
+            PromptRunner.of(setup, buckets=prompt_buckets, chunk=prompt_chunk)
+            or replace(Prefill.of(setup), chunk=prompt_chunk),
         )
+        self._admission.capture(*levels)
         self._lock = RLock()
 
     @property
@@ -298,7 +320,7 @@ class Engine:
             for result in self._admission.admit_waiting():
                 if on_tokens:
                     on_tokens(order[id(result)], list(result.tokens))
-            for result, new in self.step(ahead=not scheduler.waiting):
+            for result, new in self.step(ahead=True):
                 if on_tokens and id(result) in order:
                     on_tokens(order[id(result)], new)
         return results
@@ -330,7 +352,7 @@ class Engine:
         """
         checked = take(requests, self)
         items = [(request, RequestOutput(seed=request.sampling.seed)) for request in checked]
-        return self._admission.admit(items, whole=False)
+        return self._admission.admit(items, whole=False, wait=True)
 
     def step(self, *, ahead: bool = False) -> list[Gain]:
         """Advance the running requests; returns what each of them gained.
@@ -352,7 +374,8 @@ class Engine:
         -------
         list of (RequestOutput, list of int)
             Each request that took part and its new tokens, cut at its end. A request that ended
-            has its ``finish_reason`` and is not in the next step's.
+            has its ``finish_reason`` and is not in the next step's. Of requests that `generate` has
+            begun, first tokens come by themselves.
 
         Raises
         ------
@@ -366,12 +389,15 @@ class Engine:
         """
         with self._change():
             try:
-                if not self._flight.steps:
+                if self._flight.idle:
                     self._flight.launch(self.scheduler.schedule())
-                return self._collect(self._flight.take(ahead=ahead))
+                if prompts := self._flight.take_prompts():
+                    return self._collect(partial(self._read, prompts))
+                steps = self._flight.take(ahead=ahead)
+                return self._collect(partial(self._flight.collect, steps))
             except Exception:
                 # the next step hands out what was launched, before anything else can fail
-                self._flight.untimed()
+                self._flight.keep()
                 raise
             except BaseException:
                 # an interrupt may come when a step is under way and not noted
@@ -436,8 +462,12 @@ class Engine:
         return tuple(self._decoders.values())
 
     def graphs(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
-        """Return what capturing took, by the config of each decoder, and bucket."""
-        return {config: decoder.report() for config, decoder in self._decoders.items()}
+        """Return what capturing took, by the config of each decoder, and bucket.
+
+        Chunks of prompts are the engine's own ``config``'s.
+        """
+        found = {config: decoder.report() for config, decoder in self._decoders.items()}
+        return found | {self.config: (*found[self.config], *self._admission.report())}
 
     def metrics(self) -> EngineMetrics:
         """Return numbers for monitoring: requests, slots, tokens, and what drafts gained.
@@ -490,10 +520,17 @@ class Engine:
     def _put_right(self) -> None:
         self._changing = False
 
-    def _collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
-        """Hand out what steps gained; requests that had ended before get nothing."""
+    def _read(self, prompts: Sequence[LaunchedPrompt]) -> list[Gain]:
+        """Wait for first tokens, and count them."""
+        gains = self._flight.read(prompts)
+        for result, kept in gains:
+            self._totals.began(result, len(kept))
+        return gains
+
+    def _collect(self, gained: Callable[[], list[Gain]]) -> list[Gain]:
+        """Hand out what was gained; requests that had ended before get nothing."""
         try:
-            return self._flight.collect(steps)
+            return gained()
         except Exception:
             # nobody can go on without tokens that were lost
             self._drop_all(table=False)
@@ -503,9 +540,11 @@ class Engine:
 
     def _drop_all(self, *, table: bool) -> None:
         """Drop every request, and wait for what is in flight; see `Scheduler.clear`."""
-        self._flight.steps = []
+        self._flight.steps, self._flight.prompts = [], []
+        self._admission.forget()
         self._totals.dropped(self.scheduler.clear(table=table))
         # a wait that was interrupted has left its step in flight, and may be again
         for decoder in self._decoders.values():
             decoder.settle()
+        self._admission.settle()
         self._changing = False

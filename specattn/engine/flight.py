@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specattn.engine.metrics import Totals
     from specattn.engine.request import RequestOutput, RunningRequest
     from specattn.engine.scheduler import Groups, Scheduler
+    from specattn.speculative.prompts.runner import FirstToken
     from specattn.speculative.proposers.host import HostTree
     from specattn.speculative.step.host_buffers import PendingStep
 
@@ -41,6 +42,19 @@ class LaunchedStep:
     pending: PendingStep
     # seconds, by `time.perf_counter`; None if something else ran since
     launched_at: float | None
+    # which of all launches it was
+    order: int
+    # whether an error has kept it from being handed out
+    kept: bool = False
+
+
+@dataclass(eq=False)
+class LaunchedPrompt:
+    """A prompt that is on its way to its first token."""
+
+    one: RunningRequest
+    first: FirstToken
+    order: int
 
 
 class Flight:
@@ -63,6 +77,10 @@ class Flight:
     ----------
     steps : list of LaunchedStep
         Launched and not handed out: the groups of one step.
+    prompts : list of LaunchedPrompt
+        Launched, and their first tokens not handed out.
+    chunk_last : bool
+        Whether no step was launched since a chunk of prompts was.
     """
 
     def __init__(
@@ -75,11 +93,28 @@ class Flight:
         ranks: ProcessGroup | None,
     ) -> None:
         self.steps: list[LaunchedStep] = []
+        self.prompts: list[LaunchedPrompt] = []
+        self.chunk_last = False
+        self._orders = count()
+        # whether an error has kept prompts from being handed out
+        self._kept = False
+        self._by_host = isinstance(decoders.setup.proposer, HostProposer)
         self._decoders, self._scheduler, self._configs = decoders, scheduler, configs
         self._totals, self._ranks = totals, ranks
         self._plans_on_host = decoders.setup.plans_on_host
         # when the last one was handed out
         self._collected_at = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step is to be launched before anything is handed out."""
+        return not self.steps and not (self._kept and self.prompts)
+
+    def expect(self, admitted: Sequence[RunningRequest], firsts: Sequence[FirstToken]) -> None:
+        """Note that prompts were launched."""
+        for one, first in zip(admitted, firsts, strict=True):
+            self._scheduler.await_first(one, by_host=self._by_host)
+            self.prompts.append(LaunchedPrompt(one, first, next(self._orders)))
 
     def launch(self, groups: Groups) -> None:
         """Launch a step of every group; errors are raised after that."""
@@ -98,6 +133,32 @@ class Flight:
         steps, self.steps = self.steps, following
         return steps
 
+    def take_prompts(self) -> list[LaunchedPrompt]:
+        """Return the next chunk's prompts, if it comes before steps."""
+        self._kept = False
+        if not self.prompts or (self.steps and self.steps[0].order < self.prompts[0].order):
+            return []
+        chunk = self.prompts[0].first.pending
+        due = [one for one in self.prompts if one.first.pending is chunk]
+        self.prompts = [one for one in self.prompts if one.first.pending is not chunk]
+        return due
+
+    def read(self, prompts: Sequence[LaunchedPrompt]) -> list[Gain]:
+        """Wait for first tokens; return who gained what.
+
+        Who was dropped gets nothing.
+        """
+        gains = []
+        for launched in prompts:
+            one, token = launched.one, launched.first.wait()
+            self._collected_at = time.perf_counter()
+            if one.result.finish_reason:
+                continue
+            one.awaited, one.result.first_token_at = False, self._collected_at
+            kept = self._scheduler.append(one, [token], launched.first.logprobs)
+            gains.append((one.result, kept))
+        return gains
+
     def collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
         """Wait for steps; return who gained what.
 
@@ -110,15 +171,23 @@ class Flight:
         for step in self.steps:
             step.launched_at = None
 
+    def keep(self) -> None:
+        """Note that an error came before anything was handed out.
+
+        The next step hands it out, and launches nothing before it.
+        """
+        self._kept = True
+        for step in self.steps:
+            step.kept, step.launched_at = True, None
+
     def _launch_ahead(self) -> list[LaunchedStep]:
         """Launch the step after the one in flight, if both surely fit."""
-        by_host = isinstance(self._decoders.setup.proposer, HostProposer)
-        if self._plans_on_host or by_host or len(self.steps) != 1:
+        if self._plans_on_host or self._by_host or len(self.steps) != 1:
             # lengths are planned, or drafts made, after the tokens of the step before
             return []
         (step,) = self.steps
         # a grammar has to know these tokens, and what was kept by an error comes alone
-        if step.launched_at is None or any(one.grammar is not None for one in step.group):
+        if step.kept or any(one.grammar is not None for one in step.group):
             return []
         groups = self._scheduler.schedule_ahead(step.config, step.group)
         return [self._launch_group(config, group) for config, group in groups.items()]
@@ -137,7 +206,10 @@ class Flight:
             grammars=[one.grammar for one in group] if level is Level.CONSTRAINED else None,
             trees=self._trees(config, group),
         )
-        return LaunchedStep(config, group, pending, began)
+        # a part of a prompt in front of it is not read, and would be counted as the step's time
+        part, self.chunk_last = self.chunk_last and not self.prompts, False
+        launched_at = None if part else began
+        return LaunchedStep(config, group, pending, launched_at, next(self._orders))
 
     def _trees(self, config: SpecConfig, group: list[RunningRequest]) -> list[HostTree] | None:
         """Ask a proposer on the host, rank 0's for all."""

@@ -86,6 +86,10 @@ class Totals:
             self._counted.prompt_tokens += len(request.prompt)
             self._given(result, len(result.tokens))
 
+    def began(self, result: RequestOutput, count: int) -> None:
+        """Count the first token of a prompt that was counted before."""
+        self._given(result, count)
+
     def stepped(self, config: SpecConfig, batch: int) -> None:
         """Count a step of a batch."""
         self._counted.verify_steps += 1

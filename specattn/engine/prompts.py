@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specattn.buffers import send, send_parts
 from specattn.speculative.prompts.prompt import Prompt
-from specattn.speculative.sampling.grammar import open_bitmask
+from specattn.speculative.prompts.runner import NewPrompt
+from specattn.speculative.sampling.grammar import bitmask_of, open_bitmask
 from specattn.speculative.sampling.params import SamplingBatch
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from specattn.engine.request import RunningRequest
     from specattn.speculative.prompts.prefill import Prefill
+    from specattn.speculative.prompts.runner import PromptRunner, PromptWave
     from specattn.speculative.sampling.processors import ProcessorStates
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step.host_buffers import LogprobBuffers
@@ -39,26 +42,58 @@ def run_prompts(
     prompts = [Prompt(one.row, one.request.prompt, one.length) for one in admitted]
     params = [one.request.sampling for one in admitted]
     sampling = SamplingBatch.of(params, device)
-    if processors is not None:
-        for one in admitted:
-            processors.admit(
-                one.row,
-                one.request.sampling,
-                one.request.prompt,
-                min_new_tokens=one.request.min_new_tokens,
-                # a grammar puts the others off by itself, see `LateEnds`
-                end_ids=one.end_ids if one.grammar is None else one.end_ids.difference(one.eos),
-                bitmask=one.grammar is not None,
-            )
+    _admit(admitted, processors)
     vocab = prefill.target.model.vocab_size
     out = prefill.run(prompts, sampling, processors, _bitmask(admitted, vocab, device))
-    lens = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.int32)
-    rows = torch.tensor([prompt.row for prompt in prompts])
-    states.admit(rows.to(device), lens.to(device), out.bonus_tokens, out.state, sampling)
+    rows, lens = send_parts(
+        ([one.row for one in prompts], [len(one.tokens) for one in prompts]), device
+    )
+    states.admit(rows, lens.to(torch.int32), out.bonus_tokens, out.state, sampling)
     firsts, scored = out.bonus_tokens.tolist(), None
     if out.logprobs is not None and any(one.logprobs is not None for one in params):
         scored = out.logprobs.entry(0, len(admitted))
     return firsts, scored
+
+
+def begin_prompts(
+    runner: PromptRunner, admitted: Sequence[RunningRequest], processors: ProcessorStates | None
+) -> PromptWave:
+    """Return prompts to be launched, of which processors have been told."""
+    _admit(admitted, processors)
+    vocab = runner.setup.target.model.vocab_size
+    return runner.begin(
+        [
+            NewPrompt(
+                Prompt(one.row, one.request.prompt, one.length),
+                one.request.sampling,
+                one.level,
+                None if one.grammar is None else _first_mask(one, vocab),
+            )
+            for one in admitted
+        ]
+    )
+
+
+def _admit(admitted: Sequence[RunningRequest], processors: ProcessorStates | None) -> None:
+    """Tell processors what requests ask of their logits."""
+    if processors is None:
+        return
+    for one in admitted:
+        processors.admit(
+            one.row,
+            one.request.sampling,
+            one.request.prompt,
+            min_new_tokens=one.request.min_new_tokens,
+            # a grammar puts the others off by itself, see `LateEnds`
+            end_ids=one.end_ids if one.grammar is None else one.end_ids.difference(one.eos),
+            bitmask=one.grammar is not None,
+        )
+
+
+def _first_mask(one: RunningRequest, vocab: int) -> Tensor:
+    """Return which first tokens a grammar allows, ``[ceil(V / 32)]``."""
+    assert one.grammar is not None
+    return bitmask_of(one.grammar, one.request.prompt[-1:], [-1], vocab, pin=False)[0]
 
 
 def _bitmask(admitted: Sequence[RunningRequest], vocab: int, device: torch.device) -> Tensor | None:
@@ -68,5 +103,5 @@ def _bitmask(admitted: Sequence[RunningRequest], vocab: int, device: torch.devic
     masks = open_bitmask(len(admitted), 1, vocab=vocab)
     for at, one in enumerate(admitted):
         if one.grammar is not None:
-            one.grammar.fill(one.request.prompt[-1:], [-1], masks[at])
-    return masks.to(device)
+            masks[at, 0] = _first_mask(one, vocab)
+    return send(masks, device)

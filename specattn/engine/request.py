@@ -187,7 +187,8 @@ class RunningRequest:
     tokens, ``eos``, may end it; ``end_ids`` are these and its own stop tokens. ``stream`` is its
     text, where stop strings are looked for; ``grammar`` is what its text must match;
     ``level`` is that of the steps that it needs. It is a `HostRequest`: ``tokens`` are all its
-    tokens; the bonus token, last, holds no KV.
+    tokens; the bonus token, last, holds no KV. While its first token is ``awaited``, its prompt
+    has been launched and not read; if it is ``held`` then, no step may begin before it is read.
     """
 
     request: Request
@@ -196,6 +197,8 @@ class RunningRequest:
     length: int
     eos: Collection[int] = ()
     stream: TextStream | None = None
+    awaited: bool = False
+    held: bool = False
     end_ids: frozenset[int] = field(init=False)
     grammar: Grammar | None = field(init=False, default=None)
     level: Level = field(init=False)

@@ -161,7 +161,8 @@ class Scheduler:
         """Reserve slots for the next step; return its requests by config.
 
         Every request steps with the chosen config, if its context has room for that. Requests for
-        whose group slots run out sit the step out.
+        whose group slots run out sit the step out, and so do those whose first token is awaited and
+        surely ends them, or is needed on the host.
 
         Returns
         -------
@@ -176,16 +177,19 @@ class Scheduler:
             From `SpeculativeConfigs.choose`.
         """
         groups: Groups = {}
-        rooms = [self.table.max_context_len - one.length for one in self.running]
+        going = [one for one in self.running if self._goes_on(one)]
+        rooms = [self.table.max_context_len - one.length for one in going]
+        if not going:
+            return groups
         chosen = self._choose(rooms)
-        for one, room in zip(self.running, rooms, strict=True):
+        for one, room in zip(going, rooms, strict=True):
             groups.setdefault(self.configs.fit(chosen, room), []).append(one)
         scheduled: Groups = {}
         short: CapacityError | None = None
         # those next to their contexts' ends come first: they are the next to free slots
         for config in sorted(groups, key=lambda config: config.reserve_len):
             try:
-                self._reserve(config, groups[config], 0)
+                self._reserve(config, groups[config], [0] * len(groups[config]))
             except CapacityError as error:
                 short = error
             else:
@@ -197,37 +201,64 @@ class Scheduler:
     def schedule_ahead(self, config: SpecConfig, group: Sequence[RunningRequest]) -> Groups:
         """Return the requests of the step after one in flight, by config.
 
-        Slots are reserved for both steps. No request takes it unless all that run take part in the
-        step in flight, ``config`` of ``group``, and all that may go on have room and slots for
-        both.
+        Slots are reserved for both steps. No request takes it unless all that may go on have room
+        and slots for both. Those that take no part in the step in flight, ``config`` of ``group``,
+        join: their prompts have been launched since.
         """
-        running = self.running
-        going = [one for one in running if len(one.result.tokens) + 1 < one.request.max_new_tokens]
-        if not going or not set(group).issuperset(running):
+        own = set(group)
+        going = [one for one in self.running if self._goes_on(one, in_flight=one in own)]
+        # a grammar is asked before its step
+        if not going or any(one.grammar is not None for one in going if one not in own):
             return {}
-        gain = config.num_steps + 1
-        rooms = [self.table.max_context_len - gain - one.length for one in going]
+        gains = [config.num_steps + 1 if one in own else 0 for one in going]
+        limit = self.table.max_context_len
+        rooms = [limit - gain - one.length for one, gain in zip(going, gains, strict=True)]
         following = self._choose(rooms)
         if following.reserve_len > min(rooms):
             return {}
         try:
-            self._reserve(following, going, gain)
+            self._reserve(following, going, gains)
         except CapacityError:  # what this step does not gain may be enough
             return {}
         return {following: going}
+
+    def _goes_on(self, one: RunningRequest, *, in_flight: bool = False) -> bool:
+        """Whether a request may step after what is in flight."""
+        if not one.awaited:
+            # one token is the least that a step gains
+            return len(one.result.tokens) + in_flight < one.request.max_new_tokens
+        full = one.length >= self.table.max_context_len
+        return not (one.held or full or 1 + in_flight >= one.request.max_new_tokens)
 
     def _choose(self, rooms: Sequence[int]) -> SpecConfig:
         """Return the next step's config, asking the policy if there are several."""
         configs = self.configs
         return configs.choose(rooms) if configs.adaptive else configs.current
 
-    def _reserve(self, config: SpecConfig, group: Sequence[RunningRequest], in_flight: int) -> None:
-        """Reserve a step's slots; ``in_flight`` more tokens may come before."""
-        need = in_flight + config.reserve_len
-        self.table.reserve([one.row for one in group], [one.length + need for one in group])
+    def _reserve(
+        self, config: SpecConfig, group: Sequence[RunningRequest], gains: Sequence[int]
+    ) -> None:
+        """Reserve a step's slots; of each request ``gains`` may come before."""
+        need = config.reserve_len
+        lens = [one.length + gain + need for one, gain in zip(group, gains, strict=True)]
+        self.table.reserve([one.row for one in group], lens)
         # plain decoding at a context's end may be no config of the engine
         if config in self.configs.all:
             self.configs.current = config
+
+    def await_first(self, one: RunningRequest, *, by_host: bool) -> None:
+        """Note that a request's prompt was launched.
+
+        With ``by_host``, every step needs the tokens before it on the host.
+        """
+        one.length, one.awaited = one.prompt_len, True
+        one.held = by_host or one.grammar is not None
+        # others may share it
+        self.table.commit(one.row, one.length)
+
+    def lacking(self, request: Request) -> int:
+        """Return how many tokens of a prompt no running request has run."""
+        return len(request.prompt) - self._donor(request.prompt)[1]
 
     def append(
         self,

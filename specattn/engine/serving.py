@@ -267,7 +267,7 @@ class AsyncEngine:
             try:
                 self._tell(self._engine._admission.admit_waiting())
                 if self._scheduler.running:
-                    gains = self._engine.step(ahead=not self._scheduler.waiting)
+                    gains = self._engine.step(ahead=True)
                     self._tell(result for result, _ in gains)
             except Exception as error:
                 self._fail(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specattn.cuda_graph import GraphRunner
+from specattn.speculative.step.level import StepPart
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -16,11 +17,13 @@ def models() -> tuple[TinyTarget, TinyDraft]:
 
 @pytest.fixture
 def captures(monkeypatch) -> list[str]:
-    """The parts that are captured, in their order."""
+    """The parts of steps that are captured, in their order."""
     parts, capture = [], GraphRunner.capture
-    monkeypatch.setattr(
-        GraphRunner,
-        "capture",
-        lambda runner, part: (parts.append(part.value), capture(runner, part))[1],
-    )
+
+    def noted(runner: GraphRunner, part: object) -> object:
+        if isinstance(part, StepPart):
+            parts.append(part.value)
+        return capture(runner, part)
+
+    monkeypatch.setattr(GraphRunner, "capture", noted)
     return parts

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -284,7 +282,8 @@ def test_a_prefix_hit_equals_a_cold_run(models, page_size):
         engine(models, TREES["topk4"], page_size=page_size).generate([Request(p, 20)])[0]
         for p in prompts
     ]
-    run = engine(models, TREES["topk4"], page_size=page_size)
+    # a graph would not call the target
+    run = engine(models, TREES["topk4"], page_size=page_size, prompt_buckets=())
     before = models[0].calls
     before.clear()
     first, *rest = run.add([Request(prompts[0], 3), *(Request(p, 20) for p in prompts[1:])])
@@ -300,8 +299,7 @@ def test_a_prefix_hit_equals_a_cold_run(models, page_size):
 
 
 def test_prompts_are_run_in_pieces_of_bounded_size(models, expected):
-    run = engine(models, TREES["topk4"])
-    run._admission.prefill = replace(run._admission.prefill, chunk=7)
+    run = engine(models, TREES["topk4"], prompt_buckets=(), prompt_chunk=7)
     models[0].calls.clear()
     out = run.generate([Request(p, max_new_tokens=10) for p in PROMPTS])
     assert max(models[0].calls[:8]) == 7
@@ -344,7 +342,8 @@ def test_every_parameter_reaches_the_steps_and_leaves_with_its_request(models, e
 @pytest.mark.parametrize("page_size", [1, 8])
 def test_what_a_request_has_generated_is_shared_too(models, expected, page_size):
     """A turn that follows on another one's text, which is still being written."""
-    run, told = engine(models, TREES["topk4"], page_size=page_size), PROMPTS[2]
+    run = engine(models, TREES["topk4"], page_size=page_size, prompt_buckets=())
+    told = PROMPTS[2]
     (first,) = run.add([Request(told, 40)])
     while len(first.tokens) < 24:
         run.step(ahead=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -52,7 +51,7 @@ def test_greedy_texts_are_those_of_plain_constrained_decoding(config, options):
 def test_first_tokens_of_several_forwards_obey_their_own_grammars(chunk):
     """Prompts end in forwards of their own; the second request has no grammar."""
     run, target = engine(CONFIGS["tree"]), TinyTarget(device=DEVICE)
-    run._admission.prefill = replace(run._admission.prefill, chunk=chunk)
+    run._admission.prompts.chunk = chunk
     prompts = [*PROMPTS, [4, 16]]
     requests = [
         Request(prompt, 9, params, grammar=partial(Remainders, prompt) if at != 1 else None)

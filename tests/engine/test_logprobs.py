@@ -141,7 +141,7 @@ def test_a_text_that_fills_its_context_has_them_to_the_end():
 
 def test_prompts_that_run_in_chunks_have_their_own():
     run = engine()
-    run._admission.prefill = replace(run._admission.prefill, chunk=4)
+    run._admission.prompts.chunk = 4
     kinds = [
         SamplingParams(logprobs=3),
         replace(DRAWN, logprobs=1, logprobs_of="processed"),

@@ -100,7 +100,7 @@ def test_greedy_texts_are_those_of_plain_decoding(way):
 @pytest.mark.parametrize("chunk", [1, 4, 7])
 def test_first_tokens_of_several_forwards_are_their_own_requests(chunk):
     run = engine("tree", buckets=[5])
-    run._admission.prefill = replace(run._admission.prefill, chunk=chunk)
+    run._admission.prompts.chunk = chunk
     requests = [Request(*pair) for pair in zip(PROMPTS, [4] * 5, PARAMS, strict=True)]
     for at, out in enumerate(run.generate(requests)):
         assert out.tokens == greedy_text(at, at)[:4]

@@ -50,7 +50,7 @@ def test_greedy_texts_are_those_of_plain_decoding(name, config):
 @pytest.mark.parametrize("chunk", [1, 4, 7])
 def test_first_tokens_of_several_forwards_are_their_own_requests(chunk):
     run, target = engine(CONFIGS["chain"]), TinyTarget(device=DEVICE)
-    run._admission.prefill = replace(run._admission.prefill, chunk=chunk)
+    run._admission.prompts.chunk = chunk
     kinds = [GREEDY["allowed"], SamplingParams(), GREEDY["bias"], GREEDY["repetition"]]
     prompts = [*PROMPTS, [4, 16]]
     requests = [Request(prompt, 5, kind) for prompt, kind in zip(prompts, kinds, strict=True)]

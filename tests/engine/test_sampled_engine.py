@@ -22,7 +22,8 @@ def test_a_sampled_engine_captures_nothing_when_requests_come(captures):
     run = engine(sampled=True)
     assert captures == ["step", "step (sampled)"] * 2
     for reports in run.graphs().values():
-        assert [(one.part, one.bucket) for one in reports] == [
+        steps = [one for one in reports if one.part.startswith("step")]
+        assert [(one.part, one.bucket) for one in steps] == [
             (part, bucket) for part in ("step", "step (sampled)") for bucket in (2, 1)
         ]
     out = run.generate(REQUESTS)

@@ -74,11 +74,33 @@ def test_configs_are_offered_by_the_longest_room():
     assert offered == [(DEEP, SHALLOW)]
 
 
-def test_who_is_not_in_the_step_in_flight_keeps_others_from_a_step_ahead():
+def test_who_is_not_in_the_step_in_flight_joins_the_step_ahead():
+    """It gains nothing in that, so that it needs slots for one step alone."""
     one = scheduler(DEEP)
-    first, second = running(one, 5, 7)
-    assert one.schedule_ahead(DEEP, [first]) == {}
-    assert one.schedule_ahead(DEEP, [second, first]) == {DEEP: [first, second]}
+    first, second = running(one, 5, CONTEXT - 6)
+    assert one.schedule_ahead(DEEP, [first]) == {DEEP: [first, second]}
+    assert one.schedule_ahead(DEEP, [second, first]) == {}
+
+
+@pytest.mark.parametrize(
+    ("length", "new", "held", "steps"),
+    [(5, 9, False, True), (5, 1, False, False), (CONTEXT, 9, False, False), (5, 9, True, False)],
+    ids=["goes on", "of one token", "at its context's end", "that the host must know"],
+)
+def test_who_awaits_its_first_token_steps_if_it_surely_goes_on(length, new, held, steps):
+    one = scheduler(PLAIN)
+    items = [(Request([at] * 5, 9), RequestOutput()) for at in range(2)]
+    items[0] = Request([3] * length, new), RequestOutput()
+    admitted = one.admit(items, whole=False)
+    for request in admitted:
+        one.await_first(request, by_host=held and request is admitted[0])
+        assert one.table.committed(request.row) == request.prompt_len
+    group = admitted if steps else admitted[1:]
+    assert one.schedule() == {PLAIN: group}
+    assert one.schedule_ahead(PLAIN, []) == {PLAIN: group}
+    # one token in flight besides, and the first
+    going = one.schedule_ahead(PLAIN, admitted)
+    assert going == {PLAIN: [request for request in group if request.request.max_new_tokens > 2]}
 
 
 def test_groups_next_to_their_contexts_end_get_slots_first():

@@ -53,7 +53,7 @@ def test_given_seeds_and_greedy_requests_do_not_notice_them(models):
 def test_prompts_of_several_forwards_draw_what_whole_ones_do(models, chunk):
     requests = [replace(NAMED, prompt=PROMPT[at:]).seeded(at) for at in (0, 5, 2, 8)]
     run = engine(models)
-    run._admission.prefill = replace(run._admission.prefill, chunk=chunk)
+    run._admission.prompts.chunk = chunk
     found = [out.tokens for out in run.generate(requests)]
     assert found == [tokens for _, tokens in texts(models, requests)]
 
