@@ -103,9 +103,11 @@ class FlexBackend(ReadOnly):
             keys, padded, live = keys_of_prompts(plan, self.config.window_left)
             rows = q[padded]
         found, sums = self.attend(rows, k_cache, v_cache, keys, lse=lse is not None)
-        out.copy_((found if live is None else found[live]).reshape(out.shape))
+        found = found.flatten(0, 1) if live is None else found[live]
+        # rows behind a chunk of prompts are nobody's
+        out[: len(found)] = found
         if lse is not None and sums is not None:
-            lse.copy_((sums if live is None else sums[live]).reshape(lse.shape))
+            lse[: len(found)] = sums.flatten(0, 1) if live is None else sums[live]
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: Keys, *, lse: bool

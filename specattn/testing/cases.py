@@ -363,6 +363,44 @@ def make_extend_case(lengths: list[tuple[int, int]], **form: Any) -> Case:
     )
 
 
+def as_chunk(case: Case, *, pieces: int, rows: int, empty: bool = False) -> Case:
+    """Return prompts as a captured chunk has them, see `specattn.plan.ExtendPlan`.
+
+    Parameters
+    ----------
+    case : Case
+        Of prompts.
+    pieces, rows : int
+        Pieces without tokens that follow, of row 0, and rows of NaN behind all, without slots.
+    empty : bool
+        Whether no piece has tokens.
+    """
+    args, count = dict(case.args), len(case.q) + rows
+    for name, value in (("seq_lens", 0), ("req_pool_indices", 0), ("qo_indptr", case.live)):
+        old = args[name]
+        args[name] = torch.cat([old, old.new_full((pieces,), value)])
+        if empty:
+            args[name].zero_()
+    args["max_seq_len"] = args["req_to_token"].shape[1]
+    args["max_q_len"] = min(count, args["max_seq_len"])
+
+    def padded(tensor: Tensor, value: float) -> Tensor:
+        return torch.cat([tensor, tensor.new_full((rows, *tensor.shape[1:]), value)])
+
+    assert case.out_slots is not None
+    slots = padded(case.out_slots[0], -1)
+    return replace(
+        case,
+        args=args,
+        q=padded(case.q, NAN),
+        out=padded(case.out, NAN),
+        lse=padded(case.lse, NAN),
+        out_slots=(slots.fill_(-1) if empty else slots)[None],
+        prefix_lens=[*([0] * len(case.prefix_lens) if empty else case.prefix_lens), *[0] * pieces],
+        live=0 if empty else case.live,
+    )
+
+
 def make_lists_case(
     lengths: list[int],
     *,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specattn.errors import UnsupportedError
+from specattn.testing.cases import as_chunk
 from specattn.testing.oracle import ConformanceError
 from specattn.testing.setting import MODES, Mode, draft
 
@@ -97,6 +98,22 @@ def large_logits(setting: Setting, mode: Mode, lengths: list[int], options: dict
         setting.session(case, lse=False).forward()
     except ConformanceError as error:
         raise ConformanceError("large logits", error.detail) from error
+
+
+def chunk(setting: Setting, mode: Mode, lengths: list[int], options: dict[str, Any]) -> None:
+    """Hold a chunk of prompts, bound on padding, to the oracle."""
+    if setting.declared.host_plan:
+        # engines run their prompts by themselves
+        return
+    case = setting.case(mode, lengths, **options)
+    session = setting.session(as_chunk(case, pieces=3, rows=7, empty=True))
+    session.schedule()
+    session.fill_and_run()
+    session.load(as_chunk(case, pieces=3, rows=7))
+    session.schedule()
+    session.fill_and_run()
+    # what padding gets is nobody's
+    session.verdict(padding=False)
 
 
 def forwards(setting: Setting) -> Iterator[Rule]:
@@ -306,5 +323,8 @@ def _edges() -> Iterator[Rule]:
         "draft_lists": draft("lists", 1, 1),
         "prompt_extend": MODES["prompt_extend"],
     }
+    for name, how in (("", {}), ("-window_9", _window(9)), ("-page_4", {"page_size": 4})):
+        chunks = f"prompt_extend-chunk{name}"
+        yield _rule(chunks, "chunks", MODES["prompt_extend"], body=chunk, **how)
     for name, mode in small.items():
         yield _rule(f"{name}-long_8193", "long prefixes", mode, lengths=[8193, 3])

@@ -161,7 +161,8 @@ class Case:
         )
         # consecutive query heads share a KV head
         groups = keys.shape[1], self.q.shape[1] // keys.shape[1]
-        queries = self.q.cpu().double().unflatten(1, groups)
+        # rows behind a chunk of prompts are nobody's
+        queries = self.q.cpu()[: len(seen)].double().unflatten(1, groups)
         logits = torch.einsum("rhgd,nhd->rhgn", queries, keys).flatten(1, 2) * self.sm_scale
         if self.logit_cap:
             logits = self.logit_cap * torch.tanh(logits / self.logit_cap)

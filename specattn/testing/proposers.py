@@ -53,6 +53,7 @@ def proposer_conformance(
     rules = {
         "chunks": ("prompts in chunks", _chunks),
         "prefix": ("cached prefixes", _prefix),
+        "launched": ("prompts as captures", _launched),
         "steps": ("step by step", _steps),
         "repeats": ("step by step", _repeats),
         "host": ("host reads", _host_reads),
@@ -81,15 +82,39 @@ def _run(body: Callable[[World], None], make: Callable[[Any], Engine], target: T
     body(World(engine, follower.next_ids))
 
 
-def _chunks(world: World) -> None:
-    """Prompts one by one, and together in pieces."""
-    texts, want = [world.text(count) for count in (23, 9, 4)], []
+def _alone(world: World, texts: list[list[int]]) -> list[dict[str, Tensor]]:
+    """Return what prompts leave one by one; their rows are free."""
+    found = []
     for text in texts:
         row = world.row()
         world.prompts([row], [text])
-        want.append(world.kept(row, len(text)))
+        found.append(world.kept(row, len(text)))
         world.engine.table.free(row)
-    rows = [world.row() for _ in texts]
+    return found
+
+
+def _launched(world: World) -> None:
+    """Prompts one by one, and as pieces of captured chunks."""
+    texts = [world.text(count) for count in (23, 9, 4)]
+    want, rows = _alone(world, texts), [world.row() for _ in texts]
+    # the last chunk has pieces and places of padding
+    if world.launched(rows, texts, bucket=13) is None:
+        return
+    for at, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        where = f" of prompt {at} of {len(rows)}, in captured chunks of 13,"
+        _compare(want[at], world.kept(row, len(text)), where=where)
+    # the same behind tokens that are there, whose next one is known
+    world.engine.table.free(rows[0])
+    other = world.row()
+    world.launched([other], [texts[0][:14]], bucket=13)
+    world.launched([other], [texts[0]], bucket=13, cached=13)
+    _compare(want[0], world.kept(other, len(texts[0])), where=" behind cached tokens")
+
+
+def _chunks(world: World) -> None:
+    """Prompts one by one, and together in pieces."""
+    texts = [world.text(count) for count in (23, 9, 4)]
+    want, rows = _alone(world, texts), [world.row() for _ in texts]
     # two of them end in the last piece
     world.prompts(rows, texts, chunk=12)
     for at, (row, text) in enumerate(zip(rows, texts, strict=True)):

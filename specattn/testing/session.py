@@ -49,11 +49,10 @@ def plan_of(case: Case) -> Plan:
     if case.kind == "extend":
         a = dict(case.args)
         news = a["qo_indptr"].diff().tolist()
-        longest = max(p + n for p, n in zip(case.prefix_lens, news, strict=True))
+        # of chunks it is a context's
+        a.setdefault("max_seq_len", max(map(sum, zip(case.prefix_lens, news, strict=True))))
         assert case.out_slots is not None
-        return ExtendPlan(
-            **a, out_slots=case.out_slots, max_seq_len=longest, page_size=case.page_size
-        )
+        return ExtendPlan(**a, out_slots=case.out_slots, page_size=case.page_size)
     assert case.layout is not None
     if case.kind == "lists":
         assert case.out_slots is not None

@@ -12,6 +12,7 @@ from specattn.errors import TreeError
 from specattn.speculative.model import for_context
 from specattn.speculative.prompts.prefill import Prefill
 from specattn.speculative.prompts.prompt import Prompt
+from specattn.speculative.prompts.runner import NewPrompt, PromptRunner
 from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
 from specattn.speculative.step.validation import check_tree
 from specattn.testing.oracle import ConformanceError
@@ -137,6 +138,23 @@ class World:
             engine.table.commit(row, length)
         tokens: list[int] = out.bonus_tokens.tolist()
         return tokens
+
+    def launched(
+        self, rows: Sequence[int], texts: Sequence[Sequence[int]], *, bucket: int, cached: int = 0
+    ) -> list[int] | None:
+        """Run prompts as captured chunks; None if the proposer binds none."""
+        engine = self.engine
+        setup = engine.decoder(engine.config).setup
+        runner = PromptRunner.of(setup, buckets=[bucket], chunk=bucket)
+        if runner is None:
+            return None
+        ahead = engine.proposer.read_ahead
+        engine.table.reserve(rows, [len(text) + ahead for text in texts])
+        prompts = [Prompt(row, text, cached) for row, text in zip(rows, texts, strict=True)]
+        firsts = runner.run([NewPrompt(one, SamplingParams(seed=0)) for one in prompts])
+        for row, text in zip(rows, texts, strict=True):
+            engine.table.commit(row, len(text))
+        return [first.wait() for first in firsts]
 
     def bound(self, rows: Sequence[int], lens: Sequence[int]) -> Step:
         """Return a step over buffers of its own, which has begun."""

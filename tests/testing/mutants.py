@@ -113,6 +113,15 @@ class MeasuresTheWindowByRow(Mutant):
         return replace(plan, positions=by_row, tail_positions=by_row)
 
 
+class RemembersThePrefixes(Mutant):
+    """Of prompts, those from when it was bound."""
+
+    def bind(self, plan):
+        if isinstance(plan, ExtendPlan):
+            plan = replace(plan, seq_lens=plan.seq_lens.clone())
+        return super().bind(plan)
+
+
 class IgnoresTheCap(Mutant):
     def tweaked(self, config):
         return replace(config, logit_cap=0.0)
@@ -710,6 +719,34 @@ class GivesPromptsTheFirstOnesState(MutantProposer):
 
     def prompt(self, chunk):
         return {name: kept[:1].expand_as(kept) for name, kept in super().prompt(chunk).items()}
+
+
+class ForgetsTheBonusTokenOfCaptures(MutantProposer):
+    def bind_prompt(self, chunk):
+        bound = super().bind_prompt(chunk)
+        read, pieces = bound.read, chunk.pieces
+
+        def forgetful(features):
+            pieces.bonus_tokens.zero_()
+            return read(features)
+
+        bound.read = forgetful
+        return bound
+
+
+class ReadsPaddingOfCaptures(MutantProposer):
+    """Its keys go to the last slot that is anybody's."""
+
+    def bind_prompt(self, chunk):
+        bound = super().bind_prompt(chunk)
+        read, slots = bound.read, chunk.tokens.slots
+
+        def careless(features):
+            torch.where(slots < 0, slots.max(), slots, out=slots)
+            return read(features)
+
+        bound.read = careless
+        return bound
 
 
 class ChoosesOnTheHost(MutantProposer):

@@ -34,6 +34,7 @@ MUTANTS = [
     (m.DropsThePartialPage, "pages", "empty prefixes"),
     (m.RemembersTheLengths, "growth", "modes"),
     (m.RemembersTheTree, "new trees", "modes"),
+    (m.RemembersThePrefixes, "chunks", "modes"),
     (m.SharesByTheFirstSlot, "shared prefixes", "modes"),
     (m.SharesOnePlan, "buckets", "modes"),
     (m.SharesOnePlan, "draft steps", "growth"),

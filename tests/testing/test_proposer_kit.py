@@ -94,6 +94,14 @@ MUTANTS = [
         m.ForgetsTheBonusToken,
         {"step by step": "k_cache of layer 0 of request 0, whose text was a prompt, differs"},
     ),
+    (
+        m.ForgetsTheBonusTokenOfCaptures,
+        {"prompts as captures": "k_cache of layer 0 of prompt 1 of 3, in captured .* differs"},
+    ),
+    (
+        m.ReadsPaddingOfCaptures,
+        {"prompts as captures": "k_cache of layer 0 behind cached tokens differs"},
+    ),
     (m.GivesAllTheFirstOnesState, {"step by step": "topk_probs of request 0, .* differs"}),
     (m.ChoosesOnTheHost, {"host reads": "_local_scalar_dense reads a value"}),
     (
