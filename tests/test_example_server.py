@@ -415,8 +415,8 @@ def test_clients_that_go_away_drop_their_requests(client, address, engine, monke
     """Be it in a stream, or while they wait for the whole: all rows come back."""
     endless = {"model": "pair", "prompt": PROMPT, "max_tokens": 10_000, "n": ROWS + 1}
     with monkeypatch.context() as patch:
-        # none of them ends by itself
-        patch.setattr(engine, "step", lambda **_: time.sleep(0.001) or [])
+        # none of them ends by itself: there are first tokens, and no steps
+        patch.setattr(engine.scheduler, "schedule", lambda: time.sleep(0.001) or {})
         with client.completions.create(**endless, stream=True) as stream:
             assert next(stream).choices[0].finish_reason is None
         wait_for(lambda: not busy(engine))
