@@ -32,12 +32,12 @@ def give_workspaces(device: int) -> None:
 
 def _multiply(stream: torch.cuda.Stream, device: int) -> None:
     """Launch products, which give a stream its workspace."""
-    one, out = torch.ones(2, 1, 1, dtype=torch.bfloat16, device=stream.device)
+    # cuBLASLt has a workspace of its own, and is not asked for vectors
+    one, out = torch.ones(2, 16, 16, dtype=torch.bfloat16, device=stream.device)
     current = torch.cuda.current_stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream), torch.cuda.use_mem_pool(_kept(device), device):
         torch.mm(one, one, out=out)
-        # by cuBLASLt
         torch.addmm(one[0], one, one, out=out)
     current.wait_stream(stream)
 
