@@ -157,7 +157,6 @@ class Notes:
             "uses_triton": True,
             "launch.supports_pdl": limits.major >= 9,
             "fused.stream.multiprocessors": limits.sms,
-            "fused.stream_fp8.multiprocessors": limits.sms,
             "attention.gluon.gluon_ok": self.gluon,
             "mla.gluon.gluon_ok": self.gluon,
         }
