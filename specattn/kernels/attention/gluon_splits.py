@@ -71,7 +71,6 @@ class TreeConstants:
     LSE_TOKEN: gl.constexpr
     LSE_HEAD: gl.constexpr
     SHARED: gl.constexpr
-    OWN_ROWS: gl.constexpr
 
 
 @record
@@ -105,7 +104,8 @@ class Work:
     stride_tail_pos: gl.tensor
     stride_words: gl.tensor
     stride_words_q: gl.tensor
-    members: object  # of shared prefixes, else None
+    members: object  # of shared prefixes, as the next, else None
+    own_rows: object
     # of prompts, whose CTAs have a block of rows of a request (in place of a split) each, else None
     qo_indptr: object
     seq_lens: object
@@ -405,7 +405,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             else:
                 block = ((work.split + merge_rank) * c.NUM_KV + work.head).to(gl.int64)
                 if c.SHARED:
-                    in_entry = c.OWN_ROWS + block * (c.MT * t.GROUPS * 64)
+                    in_entry = work.own_rows + block * (c.MT * t.GROUPS * 64)
                     block = gl.where(rows_end > 0, in_entry, block * (c.Q_LEN * GROUP))
                 else:
                     block = block * (c.MT * t.GROUPS * 64)
@@ -516,7 +516,7 @@ def gluon_tree_kernel(
     PREFETCH: gl.constexpr,
     # of shared prefixes
     members=None,  # [B] int32
-    OWN_ROWS: gl.constexpr = 0,
+    own_rows=None,
     # of prompts
     qo_indptr=None,  # [B + 1] int32
     seq_lens=None,  # [B] int32
@@ -561,7 +561,6 @@ def gluon_tree_kernel(
         LSE_TOKEN,
         LSE_HEAD,
         members is not None,
-        OWN_ROWS,
     )
     rows = Rows(q, out, lse, partial_out, partial_lse, sinks)
     pools = Pools(k_cache, v_cache, k_pages, v_pages, K_SLOT, K_HEAD, V_SLOT, V_HEAD)
@@ -612,6 +611,7 @@ def gluon_tree_kernel(
         stride_words,
         stride_words_q,
         members,
+        own_rows,
         qo_indptr,
         seq_lens,
         table_rows,

@@ -163,7 +163,7 @@ class TreeKernels:
         """Return a kernel's table of the groups, and where their results begin."""
         if not self.sharing:
             return {}
-        return {table: getattr(self.tables, table), "OWN_ROWS": self._own_rows(bucket)}
+        return {table: getattr(self.tables, table), "own_rows": self._own_rows(bucket)}
 
     def merge(self, bucket: TreeAttention, out: Tensor, lse: Tensor | None) -> None:
         """Launch the merge of the requests that were cut."""

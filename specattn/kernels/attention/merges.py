@@ -106,13 +106,13 @@ def merge_kernel(
     PDL: tl.constexpr,
     # of shared prefixes
     shares=None,  # [ENTRIES, 2] int32
-    OWN_ROWS: tl.constexpr = 0,
+    own_rows=None,
     TILE_ROWS: tl.constexpr = 1,
 ):
     """Weigh the partials of ``ROWS`` rows and ``SPAN`` columns by their log-sum-exp.
 
     ``PARTIALS`` are taken at a time; ``MANY`` as long as there are as many, unless it is 0. Those
-    of a group's entries, behind the ``OWN_ROWS`` of requests, follow the request's own.
+    of a group's entries, behind the ``own_rows`` of requests, follow the request's own.
     """
     WHOLE: tl.constexpr = V_DIM % SPAN == 0
     SPANS: tl.constexpr = V_PAD // SPAN
@@ -178,7 +178,7 @@ def merge_kernel(
             share = shares + among // TILE_ROWS * 2
             slot_of = tl.load(share, mask=place > 0, other=0)
             counts = tl.load(share + 1, mask=place > 0, other=0)
-            row = (slot_of * NUM_KV + head).to(tl.int64) * TILE_ROWS + OWN_ROWS + among % TILE_ROWS
+            row = (slot_of * NUM_KV + head).to(tl.int64) * TILE_ROWS + own_rows + among % TILE_ROWS
             for p0 in tl.range(0, tl.max(counts, 0), PARTIALS):
                 top, total, acc = _weigh(
                     partial_lse + row,

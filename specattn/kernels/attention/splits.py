@@ -272,7 +272,7 @@ def tree_attention_kernel(
     path_lens=None,  # [B * Q_LEN] int32
     # of shared prefixes
     members=None,  # [B] int32
-    OWN_ROWS: tl.constexpr = 0,
+    own_rows=None,
     # of prompts
     qo_indptr=None,  # [B + 1] int32
     seq_lens=None,  # [B] int32
@@ -292,7 +292,7 @@ def tree_attention_kernel(
 
     With ``members`` a segment may be an entry's: keys that a group of requests shares, in whole
     tiles, and a block of the group's packed rows, all of which see them. Its results are partial,
-    and lie behind the ``OWN_ROWS`` of those of requests.
+    and lie behind the ``own_rows`` of those of requests.
     """
     SHARED: tl.constexpr = members is not None
     ROWS: tl.constexpr = Q_LEN * GROUP
@@ -579,7 +579,7 @@ def tree_attention_kernel(
                 at = at.to(tl.int64) * ROWS + packed  # [BM]
             elif SHARED:
                 slot = ((split + merge_rank) * NUM_KV + head).to(tl.int64)
-                at = tl.where(entry_rows, OWN_ROWS + slot * (MT * BM), slot * ROWS) + packed
+                at = tl.where(entry_rows, own_rows + slot * (MT * BM), slot * ROWS) + packed
             else:
                 at = ((split + merge_rank) * NUM_KV + head) * MT + m_tile
                 at = at.to(tl.int64) * BM + tl.arange(0, BM)  # [BM]

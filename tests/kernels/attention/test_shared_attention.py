@@ -255,6 +255,25 @@ def test_one_graph_serves_all_groups() -> None:
         check(live, case.expected())
 
 
+@pytest.mark.gpu
+def test_batches_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a batch's own results end is no constant of a kernel."""
+    import triton
+
+    met: list[str] = []
+
+    def listen(*, src: Any, **_: Any) -> None:
+        met.append(src.name)
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    for batch in (12, 16):
+        case = make([700] * batch, [(list(range(batch)), 600)], q_len=3, heads=(14, 2))
+        attend(sharing(case), case)
+        check(case, case.expected())
+        assert (len(met) > 0) == (batch == 12)
+        met.clear()
+
+
 def test_errors_name_the_argument() -> None:
     case = make([130, 140], [])
     with pytest.raises(ValueError, match="share_from must be 0"):
