@@ -219,6 +219,8 @@ class GraphRunner(Generic[Key]):
         self._captured: dict[Key, dict[int, Captured]] = {}
         # what `ready` found; a host that has waited for a step is slow to search
         self._found: dict[tuple[tuple[Key, ...], int], list[Captured]] = {}
+        # buckets that nothing was compiled for before their captures
+        self._unseen: list[tuple[Key, int]] = []
         # keeps the buffers of what ran eagerly alive
         self._eager: dict[Key, Program] = {}
         self._captures = 0
@@ -248,30 +250,39 @@ class GraphRunner(Generic[Key]):
 
         Captures would compile one kernel after another. Here every bucket runs on padding, and
         launches no kernel of this library (`compile_ahead`). If the first one finds all it needs in
-        Triton's cache, the others are left out. What fails is left to the captures.
+        Triton's cache, the others are left out, until a capture lacks a kernel. What fails is left
+        to the captures.
         """
         if not modes or not uses_triton(self._device):
             return
         if self._before is not None:
             self._before()
+        first, *self._unseen = [(mode, at) for mode in modes for at in reversed(self.buckets)]
+        if self._compile([first]) or _ranks() > 1:
+            self._compile_unseen()
+
+    def _compile_unseen(self) -> None:
+        """Compile what buckets launch that were left out and are not captured."""
+        unseen, self._unseen = self._unseen, []
+        wanted = [(mode, at) for mode, at in unseen if at not in self._captured.get(mode, {})]
+        if wanted:
+            self._compile(wanted)
+
+    def _compile(self, wanted: Sequence[tuple[Key, int]]) -> int:
+        """Compile side by side what buckets launch; return the kernels' number."""
         began, compiled = time.perf_counter(), 0
-        first, *rest = [
-            partial(self._run_padded, mode, bucket)
-            for mode in modes
-            for bucket in reversed(self.buckets)
-        ]
         try:
             # buckets share buffers, whose rows may still be those of requests
             with self._surrounded():
-                _pad(self._make(modes[0], self.buckets[-1]), self.buckets[-1])
-            compiled = ahead.compile_ahead([first], self._device)
-            if compiled or _ranks() > 1:
-                compiled += ahead.compile_ahead(rest, self._device)
+                _pad(self._make(wanted[0][0], self.buckets[-1]), self.buckets[-1])
+            calls = [partial(self._run_padded, *one) for one in wanted]
+            compiled = ahead.compile_ahead(calls, self._device)
         except Exception as error:
             log.info("kernels are compiled one by one: %s", error)
         seconds = time.perf_counter() - began
         if compiled:
             log.info("compiled %d kernels side by side in %.1f s", compiled, seconds)
+        return compiled
 
     def capture(self, mode: Key) -> None:
         """Capture every bucket of ``mode``, the largest first, on batches of padding.
@@ -292,8 +303,11 @@ class GraphRunner(Generic[Key]):
         if self._before is not None:
             self._before()
         for bucket in reversed(self.buckets):
+            lacking: AbstractContextManager[list[str]] = nullcontext([])
+            if self._unseen:
+                lacking = ahead.compiled()
             try:
-                with self._surrounded():
+                with self._surrounded(), lacking as kernels:
                     captured = self._capture(mode, bucket)
                 done[bucket] = captured
                 self._found.clear()
@@ -305,6 +319,8 @@ class GraphRunner(Generic[Key]):
                 ) from error
             except RuntimeError as error:
                 raise CaptureError(mode.value, bucket, error) from error
+            if kernels:
+                self._compile_unseen()
 
     def leave_eager(self, modes: Iterable[Key]) -> None:
         """Let modes run eagerly of which nothing was captured."""

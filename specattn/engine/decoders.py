@@ -64,8 +64,8 @@ class Decoders(dict[SpecConfig, StepDecoder]):
                 levels=levels,
                 processors=self.processors,
             )
-        # levels whose captures were tried while requests ran, by config
-        self._tried: set[tuple[SpecConfig, Level]] = set()
+        # levels whose captures were tried, by config: another capture would wait for the device
+        self._tried = {(one, level) for one in configs for level in levels}
 
     def __missing__(self, config: SpecConfig) -> StepDecoder:
         if config.num_steps:

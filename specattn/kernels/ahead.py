@@ -79,7 +79,7 @@ class _Compiler(triton.AsyncCompileMode):
         enter = None if current is None else partial(torch.cuda.set_device, current)
         with (
             cls.one,
-            _counted() as missed,
+            compiled() as missed,
             _loaded_apart(),
             ThreadPoolExecutor(initializer=enter) as executor,
             cls(executor) as compiler,
@@ -192,9 +192,9 @@ def _loaded_apart() -> Iterator[None]:
 
 
 @contextmanager
-def _counted() -> Iterator[list[Any]]:
-    """Note the kernels that Triton compiles."""
-    missed: list[Any] = []
+def compiled() -> Iterator[list[str]]:
+    """Note the kernels that Triton's cache did not have, by name."""
+    missed: list[str] = []
     knobs, listener = triton.knobs.compilation, triton.knobs.compilation.listener
 
     def listen(**told: Any) -> None:

@@ -1,9 +1,9 @@
-"""Before captures, what they launch is compiled: all of it where the first bucket finds any."""
+"""Before captures, what they launch is compiled: all of it where a bucket lacks any."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -40,12 +40,25 @@ class Noting:
     def run(self) -> None:
         self.notes.append(("run", self.mode.value, self.bucket))
 
+    def holders(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def fingerprint(self) -> tuple[object, ...]:
+        return ()
+
 
 class Compiling:
-    """Stands in for what compiles: makes the calls, and says that they took so many kernels."""
+    """Stands in for what compiles: makes the calls, and says that they took so many kernels.
 
-    def __init__(self, found: int) -> None:
-        self.found, self.times = found, 0
+    Captures lack as many as ``lacking`` says, in turn.
+    """
+
+    def __init__(self, found: int, lacking: Sequence[int] = ()) -> None:
+        self.found, self.times, self.lacking = found, 0, list(lacking)
+
+    @contextmanager
+    def compiled(self) -> Iterator[list[str]]:
+        yield ["kernel"] * self.lacking.pop(0)
 
     def compile_ahead(self, calls: Iterable[Callable[[], object]], device: torch.device) -> int:
         assert device == CPU
@@ -66,7 +79,7 @@ def runner_of(notes: list[tuple[str, str, int]]) -> GraphRunner[Mode]:
 
 
 FIRST = [("pad", "draft", 3), ("pad", "draft", 3), ("run", "draft", 3)]
-REST = [
+REST = [("pad", "draft", 3)] + [
     (what, mode, bucket)
     for mode, bucket in (("draft", 1), ("verify", 3), ("verify", 1))
     for what in ("pad", "run")
@@ -94,6 +107,24 @@ def test_the_first_bucket_decides_about_the_others(
     assert notes == ran
     assert not one.captured(Mode.DRAFT)
     assert not one.reports()
+
+
+def test_a_capture_that_lacks_a_kernel_has_the_others_compiled(
+    monkeypatch: pytest.MonkeyPatch, notes: list[tuple[str, str, int]]
+) -> None:
+    """Not all buckets launch what the first one does: large ones multiply in another way."""
+    compiling = Compiling(0, lacking=[0, 2])
+    monkeypatch.setattr(runner, "ahead", compiling)
+    one = runner_of(notes)
+    one.compile(list(Mode))
+    notes.clear()
+    one.capture(Mode.DRAFT)
+    one.capture(Mode.VERIFY)
+    captures = [(what, "draft", bucket) for bucket in (3, 1) for what in ("pad", "run")]
+    looked_at = [("pad", "verify", 3)]
+    looked_at += [(what, "verify", bucket) for bucket in (3, 1) for what in ("pad", "run")]
+    assert notes == captures + looked_at + looked_at[1:]
+    assert compiling.times == 2
 
 
 def test_all_that_runs_is_surrounded_as_captures_are(

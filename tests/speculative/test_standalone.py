@@ -105,7 +105,9 @@ def test_a_draft_like_the_target_is_always_right(target, wanted, tree, chunk) ->
 def test_a_shared_prefix_drafts_as_a_cold_one(target, page_size) -> None:
     shared = list(range(1, 25))
     config = SpecConfig(3, 1, 4, 96, 2, page_size)
-    engine = poisoned(Engine(target, LMDraft(target, VOCAB), config, buckets=[1, 2]))
+    # prompts that a graph replays call no forward
+    options = {"buckets": [1, 2], "prompt_buckets": ()}
+    engine = poisoned(Engine(target, LMDraft(target, VOCAB), config, **options))
     engine.add([Request([*shared, 33], 40)])
     for _ in range(3):
         engine.step()

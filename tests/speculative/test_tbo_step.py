@@ -328,10 +328,8 @@ class Watched(TinyTarget):
 )
 def test_recorded_halves_gain_what_an_unsplit_step_does(tree, sampling):
     """Fifty replays of changing batches, greedy and drawn, with rows that have no slots."""
-    whole, split = (
-        engine(tree, "triton", context=320, sampling=sampling, target=Watched, tbo=tbo)
-        for tbo in (False, True)
-    )
+    how = {"context": 320, "sampling": sampling, "target": Watched, "prompt_buckets": ()}
+    whole, split = (engine(tree, "triton", tbo=tbo, **how) for tbo in (False, True))
     rows = admitted(whole, split, drawn=True)
     for at, (part, stalled) in enumerate(batches(rows, 50)):
         gained, wanted = (stepped(run, part, stalled, sampled=True) for run in (split, whole))

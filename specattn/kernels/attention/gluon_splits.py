@@ -443,7 +443,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
         rows_begin, rows_end = next_begin, next_end
 
 
-# strides of small tensors: no variants of the kernel for round ones
+# strides of small tensors, and where shared results begin: no variants for round ones
 @gluon.jit(
     do_not_specialize=[
         "stride_pos",
@@ -451,6 +451,7 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
         "stride_tail_pos",
         "stride_words",
         "stride_words_q",
+        "own_rows",
         "stride_table",
         "batch",
     ]

@@ -79,7 +79,7 @@ def _weigh(
     return new_top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own_rows"])
 def merge_kernel(
     merges,  # [1 + SPLITS, 4] int32
     partial_out,  # [slots, NUM_KV, MT, BM, V_DIM]

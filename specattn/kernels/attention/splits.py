@@ -199,7 +199,7 @@ def load_entry_rows(entry):
     return begin.to(tl.int32), end.to(tl.int32)
 
 
-# strides of small tensors: no variants of the kernel for round ones
+# strides of small tensors, and where shared results begin: no variants for round ones
 @triton.jit(
     do_not_specialize=[
         "stride_pos",
@@ -207,6 +207,7 @@ def load_entry_rows(entry):
         "stride_tail_pos",
         "stride_words",
         "stride_words_q",
+        "own_rows",
     ]
 )
 def tree_attention_kernel(
