@@ -258,7 +258,7 @@ class GraphRunner(Generic[Key]):
         if self._before is not None:
             self._before()
         first, *self._unseen = [(mode, at) for mode in modes for at in reversed(self.buckets)]
-        if self._compile([first]) or _ranks() > 1:
+        if self._compile([first], padded=False) or _ranks() > 1:
             self._compile_unseen()
 
     def _compile_unseen(self) -> None:
@@ -268,13 +268,14 @@ class GraphRunner(Generic[Key]):
         if wanted:
             self._compile(wanted)
 
-    def _compile(self, wanted: Sequence[tuple[Key, int]]) -> int:
+    def _compile(self, wanted: Sequence[tuple[Key, int]], *, padded: bool = True) -> int:
         """Compile side by side what buckets launch; return the kernels' number."""
         began, compiled = time.perf_counter(), 0
         try:
-            # buckets share buffers, whose rows may still be those of requests
-            with self._surrounded():
-                _pad(self._make(wanted[0][0], self.buckets[-1]), self.buckets[-1])
+            if not padded:
+                # buckets share buffers, whose rows may still be those of requests
+                with self._surrounded():
+                    _pad(self._make(*wanted[0]), wanted[0][1])
             calls = [partial(self._run_padded, *one) for one in wanted]
             compiled = ahead.compile_ahead(calls, self._device)
         except Exception as error:
