@@ -143,8 +143,80 @@ class AttnConfig:
             raise ValueError(f"kv_dtype must be dtype with latent, got {self.kv_dtype}")
 
 
-#: A model's layer, by what it keeps of requests; attention's keys and values are the only kind.
-LayerConfig: TypeAlias = AttnConfig
+@dataclass(frozen=True)
+class StateConfig:
+    """The geometry of one layer with recurrent states: Gated DeltaNet.
+
+    Such a layer (arXiv:2412.06464) keeps a state per value head and a window of its convolution of
+    every request, and nothing per token.
+
+    Parameters
+    ----------
+    num_k_heads, num_v_heads : int
+        Key heads, which are as many query heads, and value heads, each with a state;
+        ``num_v_heads`` is a multiple of ``num_k_heads``.
+    head_k_dim, head_v_dim : int
+        Width of a query and key head, and of a value head: powers of two from 16 to 256.
+    conv_width : int
+        Tokens that the short convolution reads, the token itself included.
+    dtype : torch.dtype
+        float32, float16 or bfloat16, of queries, keys, values, windows and the output.
+    state_dtype : torch.dtype
+        float32 or bfloat16, of states. A bfloat16 state is rounded after every token.
+    kv_dtype : None
+        There is nothing to store in float8.
+    deterministic : bool
+        False: a tree is solved as a whole, with sums in another order than token by token. States
+        do not depend on that (`HybridPool.commit`).
+
+    Raises
+    ------
+    ValueError
+        If the head counts do not divide, a value is of another kind or out of range, or a dtype
+        is not served.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_width: int = 4
+    dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype = torch.float32
+    kv_dtype: None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_k_heads", "num_v_heads"):
+            _set(self, name, whole_number(name, getattr(self, name), 1))
+        for name in ("head_k_dim", "head_v_dim"):
+            size = whole_number(name, getattr(self, name), 16, 256)
+            _set(self, name, size)
+            if size & (size - 1):
+                raise ValueError(f"{name} must be a power of two, got {size}")
+        _set(self, "conv_width", whole_number("conv_width", self.conv_width, 2, 8))
+        if self.num_v_heads % self.num_k_heads:
+            raise ValueError(
+                f"num_v_heads must be a multiple of num_k_heads, got {self.num_v_heads} "
+                f"and {self.num_k_heads}"
+            )
+        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"dtype must be float32, float16 or bfloat16, got {self.dtype}")
+        if self.state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype must be float32 or bfloat16, got {self.state_dtype}")
+        if self.kv_dtype is not None:
+            raise ValueError(f"kv_dtype must be None in layers with states, got {self.kv_dtype}")
+        if flag("deterministic", self.deterministic):
+            raise ValueError("deterministic must be False in layers with states")
+
+    @property
+    def conv_channels(self) -> int:
+        """What the convolution reads of a token: queries, keys and values."""
+        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+
+#: A model's layer, by what it keeps of requests.
+LayerConfig: TypeAlias = AttnConfig | StateConfig
 
 
 @dataclass(frozen=True)

@@ -208,6 +208,9 @@ class ExtendPlan:
         Most new tokens of a request, and its longest prefix plus new tokens.
     page_size : int
         As in `specattn.batch.RowLayout`, for prefix and new tokens.
+    states : tuple of Tensor, optional
+        ``[P]`` int64 rows and ``[P + 1]`` int32 offsets of what layers with states read, if that is
+        not all new tokens; row 0 has what they leave.
     """
 
     req_to_token: Tensor
@@ -218,6 +221,7 @@ class ExtendPlan:
     max_q_len: int
     max_seq_len: int
     page_size: int = 1
+    states: tuple[Tensor, Tensor] | None = None
 
 
 Plan = AttnPlan | CsrPlan | ExtendPlan

@@ -199,3 +199,20 @@ def round_to_float8() -> None:
         return found.view(torch.uint8).numpy()
 
     interpreter._convert_float = convert_float
+
+
+def round_to_bfloat16() -> None:
+    """Let numbers become the nearest bfloat16 ones; the interpreter cuts them off."""
+    import torch
+    from triton.language import bfloat16, float32
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_float(data: Any, kind: Any, wanted: Any, rounding: Any) -> Any:
+        if kind != float32 or wanted != bfloat16:
+            return convert(data, kind, wanted, rounding)
+        found = torch.from_numpy(data.view("float32").copy()).to(torch.bfloat16)
+        return found.view(torch.int16).numpy().view("uint16")
+
+    interpreter._convert_float = convert_float

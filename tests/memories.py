@@ -39,7 +39,7 @@ class Sums(KVPool):
             for key in k[start:stop]:
                 self.sums[layer, row] = self.sums[layer, row] / 2 + key
 
-    def commit(self, tail_slots, accepted, rows=None) -> None:
+    def commit(self, tail_slots, accepted, rows=None, nodes=None) -> None:
         for nodes in self.path(accepted).unbind(1):
             slots = tail_slots.gather(1, nodes.clamp(min=0).long()[:, None])[:, 0]
             after = self.sums[:, rows] / 2 + self.k[:, slots.long()]

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specattn.attention.state_layer import StateLayer
 from specattn.backends.base import CompositeAttention, attending
 from specattn.buffers import Fingerprint, fingerprint
 from specattn.checks import as_heads, whole_number
 from specattn.errors import UnsupportedError
 from specattn.kernels.attention import check_sinks
 from specattn.kernels.masks import PlanInputs, copy_in_rows
-from specattn.plan import AttnPlan, check_plan
+from specattn.plan import AttnPlan, ExtendPlan, check_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
     from specattn.kernels.fused import Rotation
+    from specattn.kernels.gated_delta import LayerParts, LayerWeights, Nodes
     from specattn.kernels.masks import Window
     from specattn.plan import Plan
 
@@ -39,7 +41,7 @@ class BoundLayers(CompositeAttention):
     ----------
     groups : iterable of LayerGroup
         Those for which it is bound at once; a later one when it first attends.
-    layers : sequence of Layer
+    layers : sequence of Layer or StateLayer
         A model's, in its order.
     plans : tuple of Plan
         One per view.
@@ -49,14 +51,17 @@ class BoundLayers(CompositeAttention):
         What `copy_in` writes for layers of a window pool, whose view is 1.
     filled : bool
         Whether the plans hold requests from the start, or from the first `fill` on.
+    nodes : Nodes, optional
+        Where layers with states leave what the commit of a verification reads.
     """
 
     groups: InitVar[Iterable[LayerGroup]]
-    layers: Sequence[Layer]
+    layers: Sequence[Layer | StateLayer]
     plans: tuple[Plan, ...]
     stored: tuple[Tensor, ...]
     window: Window | None = None
     filled: bool = True
+    nodes: Nodes | None = None
     _bound: dict[LayerGroup, BoundAttention] = field(default_factory=dict)
     _of_layer: dict[tuple[Layer, bool], BoundAttention] = field(default_factory=dict)
     _ran: set[LayerGroup] = field(default_factory=set)
@@ -101,13 +106,19 @@ class BoundLayers(CompositeAttention):
     def fingerprint(self) -> Fingerprint:
         """Describe the pools and the configs, which a graph bakes in."""
         found: Fingerprint = ()
-        for pool in dict.fromkeys(layer.pool for layer in self.layers):
+        attending = (layer for layer in self.layers if not isinstance(layer, StateLayer))
+        for pool in dict.fromkeys(layer.pool for layer in attending):
             found += pool.fingerprint()
+        mixing = (layer for layer in self.layers if isinstance(layer, StateLayer))
+        for states in dict.fromkeys(layer.pool for layer in mixing):
+            found += fingerprint(**states.tensors())
         # by value: what a graph has baked in stays as it was, whatever becomes of the config
         configs = {
             f"AttnConfig[{at}]": dict(vars(group.backend.config))
             for at, group in enumerate(self._bound)
         }
+        if self.nodes is not None:
+            found += fingerprint(**{f"nodes.{name}": one for name, one in vars(self.nodes).items()})
         return found + fingerprint(**configs)
 
     def parts(self) -> tuple[BoundAttention, ...]:
@@ -198,7 +209,7 @@ class BoundLayers(CompositeAttention):
         It takes and raises what `attend` does. A layer with sinks, and no other, takes ``sinks``
         ``[Hq]``.
         """
-        own = self.layers[layer]
+        own = self._attending(layer)
         config = own.backend.config
         if config.sinks != (sinks is not None):
             wanted = f"[{config.num_qo_heads}] floats" if config.sinks else "None"
@@ -207,6 +218,51 @@ class BoundLayers(CompositeAttention):
         if sinks is not None:
             check_sinks(sinks, config.num_qo_heads, self.device)
         return self.attend(own, q, k, v, sinks=sinks)
+
+    def mix(self, layer: int, parts: LayerParts, weights: LayerWeights) -> Tensor:
+        """Mix tokens along their text, in the model's layer of that index.
+
+        Of a verification, nodes go on from their ancestors and no state changes; of prompts, each
+        piece goes on from its row's state and leaves its own there.
+
+        Parameters
+        ----------
+        layer : int
+            Index into the model's ``layers``.
+        parts : LayerParts
+            What the layer's products give for the forward's T tokens.
+        weights : LayerWeights
+            The layer's.
+
+        Returns
+        -------
+        Tensor
+            ``[T, HV, V]``.
+
+        Raises
+        ------
+        ValueError
+            Before anything is written: if a tensor has another shape or dtype, the layer has no
+            state, or the forward is a draft's.
+        """
+        own, plan = self.layers[layer], self.plan
+        if not isinstance(own, StateLayer):
+            raise ValueError(f"layer must have a state, layer {layer} attends: call attend itself")
+        if isinstance(plan, ExtendPlan):
+            rows, starts = plan.states or (plan.req_pool_indices, plan.qo_indptr)
+            return own.pool.read(own.index, parts, weights, rows=rows, qo_indptr=starts)
+        if not isinstance(plan, AttnPlan) or self.nodes is None:
+            raise ValueError("nodes must be given to bind a verification of layers with states")
+        rows, words, causal = plan.req_pool_indices, plan.tail_words, plan.layout.causal
+        return own.pool.verify(
+            own.index, parts, weights, rows=rows, words=words, nodes=self.nodes, causal=causal
+        )
+
+    def _attending(self, layer: int) -> Layer:
+        own = self.layers[layer]
+        if isinstance(own, StateLayer):
+            raise ValueError(f"layer must attend, layer {layer} has a state: call attend.mix")
+        return own
 
     def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
         """Norm and rotate heads, store keys and values, then attend.
@@ -227,7 +283,7 @@ class BoundLayers(CompositeAttention):
         Tensor
             ``[T, Hq, D]``.
         """
-        own = self.layers[layer]
+        own = self._attending(layer)
         q = own.pool.store_packed(
             own.index,
             self.stored[own.group.view],

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from specattn.attention.bound import BoundLayers
+from specattn.attention.state_layer import StateLayer
 from specattn.backends import choose_backend
 from specattn.backends.base import FunctionAttention, attending, idle_attention, lists_refused
+from specattn.cache.hybrid_pool import HybridPool
 from specattn.cache.kv_pool import KVPool
 from specattn.checks import kind_of, one_of
+from specattn.config import AttnConfig
 from specattn.cuda_graph.recorder import is_recording
 from specattn.errors import UnsupportedError
 from specattn.plan import AttnInputs, AttnPlan, ExtendPlan
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
     from specattn.backends.base import AttentionBackend, BackendFactory, BoundAttention
     from specattn.batch import RowLayout
     from specattn.cache.memory import Memory
-    from specattn.config import AttnConfig, KVScales, LayerConfig
+    from specattn.config import KVScales, LayerConfig
+    from specattn.kernels.gated_delta import Nodes
     from specattn.plan import Plan
 
 
@@ -125,13 +129,13 @@ class Layers(ABC):
 
     Attributes
     ----------
-    layers : tuple of Layer
+    layers : tuple of Layer or StateLayer
         A model's, in its order; none of an engine, whose layers come one by one.
     groups : dict
         The groups so far, by geometry and view.
     """
 
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[Layer | StateLayer, ...] = ()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -160,7 +164,11 @@ class Layers(ABC):
                 raise lists_refused(group.made_by.name)
 
     def bind(
-        self, *plans: Plan, slots: Tensor | None = None, views: Sequence[int] | None = None
+        self,
+        *plans: Plan,
+        slots: Tensor | None = None,
+        views: Sequence[int] | None = None,
+        nodes: Nodes | None = None,
     ) -> BoundLayers:
         """Bind the layers to a forward.
 
@@ -173,6 +181,8 @@ class Layers(ABC):
             0 are skipped.
         views : sequence of int, optional
             Which of the plans each layer reads, if not the first.
+        nodes : Nodes, optional
+            Where layers with states leave what the commit of a verification reads.
 
         Raises
         ------
@@ -184,11 +194,14 @@ class Layers(ABC):
         layers = self.layers
         if views is not None:
             layers = tuple(map(self._viewing, layers, views))
-        groups = dict.fromkeys(layer.group for layer in layers) or self.groups.values()
+        attending = (layer for layer in layers if isinstance(layer, Layer))
+        groups = dict.fromkeys(layer.group for layer in attending) or self.groups.values()
         stored = tuple(plan.out_slots for plan in plans) if slots is None else (slots,)
-        return BoundLayers(groups, layers, plans, stored, filled=slots is None)
+        return BoundLayers(groups, layers, plans, stored, filled=slots is None, nodes=nodes)
 
-    def _viewing(self, layer: Layer, view: int) -> Layer:
+    def _viewing(self, layer: Layer | StateLayer, view: int) -> Layer | StateLayer:
+        if isinstance(layer, StateLayer):
+            return layer
         return replace(layer, group=self.group(layer.backend.config, view))
 
 
@@ -199,10 +212,10 @@ class LayeredBackend(Layers):
     ----------
     backend : str or BackendFactory
         What `choose_backend` takes: a name, or a backend or composite itself.
-    layers : sequence of AttnConfig
-        One per layer; layers may differ in window, cap and scale.
-    pool : KVPool
-        Where the layers keep their KV.
+    layers : sequence of AttnConfig or StateConfig
+        One per layer; layers that attend may differ in window, cap and scale.
+    pool : KVPool or HybridPool
+        What the layers keep.
     device : torch.device
         Where the pool lives.
 
@@ -217,18 +230,33 @@ class LayeredBackend(Layers):
     def __init__(
         self,
         backend: str | BackendFactory,
-        layers: Sequence[AttnConfig],
-        pool: KVPool,
+        layers: Sequence[LayerConfig],
+        pool: KVPool | HybridPool,
         device: torch.device,
     ) -> None:
         super().__init__(device)
-        if {c.kv_dtype for c in layers} != {c.kv_dtype for c in pool.layers}:
-            stored = f"the pool's kv_dtype ({pool.k[0].dtype})"
+        self.kv = pool.kv if isinstance(pool, HybridPool) else pool
+        attending = [config for config in layers if isinstance(config, AttnConfig)]
+        if {c.kv_dtype for c in attending} != {c.kv_dtype for c in self.kv.layers}:
+            stored = f"the pool's kv_dtype ({self.kv.k[0].dtype})"
             raise ValueError(f"layers must have {stored}: pass its own (pool.layers)")
-        chosen = choose_backend(backend, list(dict.fromkeys(layers)), device)
+        chosen = choose_backend(backend, list(dict.fromkeys(attending)), device)
         self.name, self.host_plan = chosen.name, chosen.capabilities.host_plan
-        self.pool, self._chosen = pool, chosen
-        self.layers = tuple(Layer(self.group(config), pool, at) for at, config in enumerate(layers))
+        self.pool, self._chosen, self._configs = pool, chosen, tuple(layers)
+        places = pool.places if isinstance(pool, HybridPool) else range(len(layers))
+        self.layers = tuple(map(self._layer, layers, places))
+
+    def _layer(self, config: LayerConfig, place: int) -> Layer | StateLayer:
+        """Give a layer its part of the pool."""
+        if isinstance(config, AttnConfig):
+            return Layer(self.group(config), self.kv, place)
+        assert isinstance(self.pool, HybridPool)
+        return StateLayer(config, self.pool.states, place)
+
+    @property
+    def attends(self) -> tuple[Layer, ...]:
+        """The layers that attend."""
+        return tuple(layer for layer in self.layers if isinstance(layer, Layer))
 
     @classmethod
     def of(
@@ -245,28 +273,30 @@ class LayeredBackend(Layers):
         ----------
         backend : str or BackendFactory
             As above.
-        layers : sequence of AttnConfig
+        layers : sequence of AttnConfig or StateConfig
             The model's.
         pool : Memory
-            A `KVPool`; it says what layers store, and where.
+            A `KVPool` or a `HybridPool`; it says what layers store, and where.
         deterministic : bool
             Ask for deterministic attention in every layer, whatever the layers say.
 
         Raises
         ------
         UnsupportedError
-            If the backend cannot serve one of the layers.
+            If the backend cannot serve one of the layers, or deterministic ones have states.
         ValueError
-            If ``pool`` is no `KVPool`, or its layers are another model's.
+            If ``pool`` is neither, or its layers are another model's.
         """
-        if not isinstance(pool, KVPool):
-            raise ValueError(f"pool must be a KVPool, got {kind_of(pool)}")
+        if not isinstance(pool, KVPool | HybridPool):
+            raise ValueError(f"pool must be a KVPool or a HybridPool, got {kind_of(pool)}")
         _check_layers(layers, pool.layers)
-        layers = [
-            replace(layer, deterministic=layer.deterministic or deterministic)
-            for layer in pool.layers
-        ]
-        return cls(backend, layers, pool, pool.device)
+        if not deterministic:
+            return cls(backend, pool.layers, pool, pool.device)
+        if isinstance(pool, HybridPool):
+            reason = "trees over their states are solved as a whole, in another order of sums"
+            raise UnsupportedError("deterministic layers with states", [reason])
+        made = [replace(layer, deterministic=True) for layer in pool.layers]
+        return cls(backend, made, pool, pool.device)
 
     def made_by(self, config: AttnConfig) -> BackendFactory:
         """Return what serves all layers."""
@@ -290,15 +320,14 @@ class LayeredBackend(Layers):
         if prompts:
             rows, lens, slots = inputs.req_pool_indices, inputs.seq_lens, inputs.tail_slots
             plan = ExtendPlan(slots, rows, lens, lens, slots, 1, 1, layout.page_size)
-        served = [attending(layer.backend, plan) for layer in self.layers]
+        served = [attending(layer.backend, plan) for layer in self.attends]
         # a backend that a user made need not have a name
         names = [getattr(backend, "name", type(backend).__name__) for backend in served]
         return ", ".join(dict.fromkeys(names))
 
     def with_own_workspace(self) -> LayeredBackend:
         """Return the same layers with own workspaces, to run beside it."""
-        configs = [layer.backend.config for layer in self.layers]
-        return LayeredBackend(self._chosen, configs, self.pool, self.device)
+        return LayeredBackend(self._chosen, self._configs, self.pool, self.device)
 
     def bind_prompts(self, plan: ExtendPlan, prefix_lens: Sequence[int]) -> BoundLayers:
         """Return attention over prompts with these cached prefixes, ready to run."""
@@ -308,11 +337,13 @@ class LayeredBackend(Layers):
         return bound
 
 
-def _check_layers(own: Sequence[AttnConfig], pools: Sequence[AttnConfig]) -> None:
+def _check_layers(own: Sequence[LayerConfig], pools: Sequence[LayerConfig]) -> None:
     """Refuse a pool of another model; what it stores may differ."""
     if len(own) != len(pools):
         raise ValueError(f"pool must have the model's {len(own)} layers, got {len(pools)}")
     for at, (layer, found) in enumerate(zip(own, pools, strict=True)):
-        wanted = replace(layer, kv_dtype=found.kv_dtype, deterministic=found.deterministic)
+        wanted = layer
+        if isinstance(layer, AttnConfig) and isinstance(found, AttnConfig):
+            wanted = replace(layer, kv_dtype=found.kv_dtype, deterministic=found.deterministic)
         if found != wanted:
             raise ValueError(f"pool.layers[{at}] must be the model's, {wanted}, got {found}")

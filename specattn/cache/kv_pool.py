@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specattn.batch import AcceptResult
     from specattn.config import KVScales
     from specattn.kernels.fused import Rotation
+    from specattn.kernels.gated_delta import Nodes
 
 #: The keys, or the values, of all layers: one tensor, layers first, or one per layer.
 Caches = Tensor | tuple[Tensor, ...]
@@ -288,8 +289,15 @@ class KVPool(ReadOnly):
         """Describe caches and scales; see `Memory.fingerprint`."""
         return fingerprint(**self.tensors(), kv_scales=self.scales)
 
+    def nodes(self, batch: int, count: int) -> None:
+        """Return nothing: what nodes leave is in their slots; see `Memory.nodes`."""
+
     def commit(
-        self, tail_slots: Tensor, accepted: AcceptResult, rows: Tensor | None = None
+        self,
+        tail_slots: Tensor,
+        accepted: AcceptResult,
+        rows: Tensor | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         """Move the accepted path's KV to the front of each request's tail.
 
@@ -301,7 +309,7 @@ class KVPool(ReadOnly):
             ``[B, n]`` int32, the slots that verification wrote.
         accepted : AcceptResult
             The nodes to keep.
-        rows : Tensor, optional
+        rows, nodes : optional
             As in `Memory.commit`; not read.
 
         Raises

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from specattn.cache.hybrid_pool import HybridPool
 from specattn.cache.kv_pool import KVPool
+from specattn.config import StateConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from specattn.cache.external import RequestTable
     from specattn.cache.kv_pool import Caches
     from specattn.config import KVScales, LayerConfig
+    from specattn.kernels.gated_delta import Nodes
 
 
 class Memory(Protocol):
@@ -53,7 +56,20 @@ class Memory(Protocol):
     def fingerprint(self) -> Fingerprint:
         """Describe what graphs bake in, tensors and settings."""
 
-    def commit(self, tail_slots: Tensor, accepted: AcceptResult, rows: Tensor) -> None:
+    def nodes(self, batch: int, count: int) -> Nodes | None:
+        """Allocate what ``count`` nodes of ``batch`` requests leave for `commit`, if anything.
+
+        It is a step's own: static buffers that outlive no step, and that what runs side by side
+        does not share.
+        """
+
+    def commit(
+        self,
+        tail_slots: Tensor,
+        accepted: AcceptResult,
+        rows: Tensor,
+        nodes: Nodes | None = None,
+    ) -> None:
         """Go on to the end of the accepted path: no sync, capturable.
 
         It holds of each request then what plain decoding over the kept tokens would have left.
@@ -67,6 +83,8 @@ class Memory(Protocol):
             The nodes to keep.
         rows : Tensor
             ``[B]`` int64, the requests' rows; 0 for padding, and for who sits the step out.
+        nodes : Nodes, optional
+            What verification left in those of `nodes`, if there are any.
         """
 
 
@@ -81,17 +99,26 @@ def memory_for(
 
     Parameters
     ----------
-    layers : sequence of AttnConfig
+    layers : sequence of AttnConfig or StateConfig
         The model's.
     table : RequestTable
-        Whose slots it has, on its device.
+        Whose slots it has, and whose rows, on its device.
     kv_dtype, scales : optional
         As in `KVPool`.
+
+    Returns
+    -------
+    Memory
+        A `KVPool`, or a `HybridPool` if there are layers with states.
 
     Raises
     ------
     ValueError
-        From `KVPool`.
+        From `KVPool` and `HybridPool`.
     """
     slots, device = table.num_pages * table.page_size, table.req_to_token.device
-    return KVPool(layers, slots, device, kv_dtype=kv_dtype, scales=scales)
+    attending = [layer for layer in layers if not isinstance(layer, StateConfig)]
+    if len(attending) == len(layers):
+        return KVPool(attending, slots, device, kv_dtype=kv_dtype, scales=scales)
+    rows = len(table.req_to_token)
+    return HybridPool(layers, slots, device, rows=rows, kv_dtype=kv_dtype, scales=scales)

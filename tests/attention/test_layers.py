@@ -9,8 +9,10 @@ import torch
 
 from specattn.attention.layers import LayeredBackend
 from specattn.backends.by_phase import by_phase
+from specattn.cache.hybrid_pool import HybridPool
 from specattn.cache.kv_pool import KVPool
-from specattn.config import FLOAT8, AttnConfig, KVScales
+from specattn.config import FLOAT8, AttnConfig, KVScales, StateConfig
+from specattn.errors import UnsupportedError
 from specattn.testing.session import config_of, plan_of
 from tests.oracle import check, make_tree_case
 
@@ -85,3 +87,27 @@ def test_half_of_what_is_to_be_stored_is_refused():
         with pytest.raises(ValueError, match="k and v must be a tensor each"):
             attend(0, case.q, **given)
     assert not pool.k[0].any()
+
+
+def test_a_layer_of_one_kind_is_not_called_as_the_other():
+    """A model's layers attend or mix, each over its part of the memory."""
+    case = make_tree_case([3, 5], device=DEVICE)
+    config, states = config_of(case), StateConfig(2, 4, 16, 16)
+    pool = HybridPool([states, config, states], len(case.k_cache), DEVICE, rows=9)
+    layers = LayeredBackend.of("torch_native", [states, config, states], pool)
+    assert [layer.index for layer in layers.layers] == [0, 0, 1]
+    assert [layer.pool for layer in layers.layers] == [pool.states, pool.kv, pool.states]
+    attend = layers.bind(plan_of(case))
+    with pytest.raises(ValueError, match="layer must attend, layer 2 has a state"):
+        attend(2, case.q)
+    parts, weights = None, None
+    with pytest.raises(ValueError, match="layer must have a state, layer 1 attends"):
+        attend.mix(1, parts, weights)
+    with pytest.raises(ValueError, match="nodes must be given"):
+        attend.mix(0, parts, weights)
+    with pytest.raises(ValueError, match=r"pool.layers\[0\] must be the model's"):
+        LayeredBackend.of("torch_native", [config, config, states], pool)
+    with pytest.raises(UnsupportedError, match="deterministic layers with states"):
+        LayeredBackend.of("torch_native", pool.layers, pool, deterministic=True)
+    with pytest.raises(ValueError, match="pool must be a KVPool or a HybridPool, got a list"):
+        LayeredBackend.of("torch_native", [config], [])

@@ -34,7 +34,7 @@ def test_checks_have_names_of_their_own() -> None:
 class Pool(KVPool):
     """Honest until a subclass gets a commit wrong."""
 
-    def commit(self, tail_slots, accepted, rows=None) -> None:
+    def commit(self, tail_slots, accepted, rows=None, nodes=None) -> None:
         super().commit(tail_slots, self.kept(accepted), rows)
 
     def kept(self, accepted):
@@ -52,7 +52,7 @@ def changed(accepted, index):
 
 
 class MovesNothing(Pool):
-    def commit(self, tail_slots, accepted, rows=None) -> None:
+    def commit(self, tail_slots, accepted, rows=None, nodes=None) -> None:
         pass
 
 
@@ -70,7 +70,7 @@ class MovesTheFirstOnesPath(Pool):
 
 
 class ForgetsALayer(Pool):
-    def commit(self, tail_slots, accepted, rows=None) -> None:
+    def commit(self, tail_slots, accepted, rows=None, nodes=None) -> None:
         last = self.k[-1].clone()
         super().commit(tail_slots, accepted, rows)
         self.k[-1] = last
@@ -85,7 +85,7 @@ class TakesAllNodes(Sums):
 
 
 class SitsPlainDecodingOut(Sums):
-    def commit(self, tail_slots, accepted, rows=None) -> None:
+    def commit(self, tail_slots, accepted, rows=None, nodes=None) -> None:
         if tail_slots.shape[1] > 1:
             super().commit(tail_slots, accepted, rows)
 
@@ -99,7 +99,7 @@ class BeginsEveryPieceAnew(Sums):
 class GoesOnAtPlaces(Sums):
     """A request's row is its place in the step."""
 
-    def commit(self, tail_slots, accepted, rows=None) -> None:
+    def commit(self, tail_slots, accepted, rows=None, nodes=None) -> None:
         places = torch.arange(1, len(rows) + 1, device=rows.device)
         super().commit(tail_slots, accepted, torch.where(rows > 0, places, 0))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specattn.checks import require_dense, require_rows, require_shape
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.launch import cdiv, power_of_2
+from specattn.kernels.launch import cdiv, power_of_2, programs_per_row
 
 launch = TritonModule("specattn.kernels.prompts.triton")
 
@@ -18,6 +18,8 @@ COLUMNS = 10
 # places of a program, and pieces that it looks through: the kernel is compiled for these alone,
 # and not for every number of pieces
 _BLOCK, _PIECES = 64, 64
+# numbers that a program clears at a time
+_CLEARED = 2048
 
 
 class PieceStart(NamedTuple):
@@ -70,6 +72,38 @@ class TokenStart(NamedTuple):
     rows: Tensor
     positions: Tensor
     slots: Tensor
+
+
+def clear_rows(held: Tensor, rows: Tensor, seq_lens: Tensor) -> None:
+    """Zero what is held of rows in which texts begin.
+
+    Parameters
+    ----------
+    held : Tensor
+        ``[L, R, ...]``, contiguous: what L layers hold of R rows; in place.
+    rows : Tensor
+        ``[P]`` int64, below R; row 0 is padding, and is left.
+    seq_lens : Tensor
+        ``[P]`` int32, the tokens before: a text of which there are none begins.
+
+    Raises
+    ------
+    ValueError
+        Before anything is written: if a shape, a dtype or a stride is another.
+    """
+    require_shape((len(rows),), torch.int64, rows=rows)
+    require_shape((len(rows),), torch.int32, seq_lens=seq_lens)
+    require_dense(held=held, rows=rows, seq_lens=seq_lens)
+    layers, count = held.shape[:2]
+    size = held[:1, :1].numel()
+    if on_triton(held):
+        if len(rows) * layers * size:
+            blocks = programs_per_row(len(rows) * layers, cdiv(size, _CLEARED))
+            launch.clear_rows_kernel[len(rows), layers, blocks](
+                held, rows, seq_lens, count, SIZE=size, BLOCK=_CLEARED
+            )
+        return
+    held[:, rows[(seq_lens == 0) & (rows > 0)]] = 0
 
 
 def begin_prompts(

@@ -1,4 +1,4 @@
-"""The kernel that begins a chunk of prompts."""
+"""The kernels that begin a chunk of prompts."""
 
 from __future__ import annotations
 
@@ -82,3 +82,24 @@ def begin_prompts_kernel(
         tl.store(pieces_out[8] + piece, top_k.to(tl.int32), mask=known)
         tl.store(pieces_out[9] + piece, top_p.to(tl.float32, bitcast=True), mask=known)
         tl.store(pieces_out[10] + piece, seed, mask=known)
+
+
+@triton.jit(do_not_specialize=["count"])
+def clear_rows_kernel(
+    held,  # [L, count, SIZE], in place
+    rows,  # [P] int64
+    seq_lens,  # [P] int32
+    count,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Zero a layer's part of a row, if its text begins."""
+    piece, layer = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows + piece)
+    begins = (row > 0) & (tl.load(seq_lens + piece) == 0)
+    if begins:
+        first = held + (layer.to(tl.int64) * count + row) * SIZE
+        for start in range(tl.program_id(2) * BLOCK, SIZE, tl.num_programs(2) * BLOCK):
+            at = start + tl.arange(0, BLOCK)  # [BLOCK]
+            nothing = tl.zeros([BLOCK], held.dtype.element_ty)
+            tl.store(first + at, nothing, mask=at < SIZE)

@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from specattn.kernels.prompts import COLUMNS, PieceStart, TokenStart, begin_prompts
+from specattn.kernels.prompts import COLUMNS, PieceStart, TokenStart, begin_prompts, clear_rows
 from tests.kernels.tree_oracle import DEVICE, POISON, poisoned
 
 CONTEXT, ROWS = 40, 9
@@ -129,3 +129,16 @@ def test_what_does_not_fit_is_refused():
     pieces, *others = chunk.inputs
     with pytest.raises(ValueError, match=r"pieces must be \[3, 2, 10\]"):
         begin_prompts(pieces[..., :9], *others, pieces_out=None, tokens_out=None)
+
+
+@pytest.mark.parametrize("size", [(3,), (5, 700), (2, 0)])
+def test_rows_are_cleared_where_texts_begin(implementation, size) -> None:
+    held = torch.full((2, 6, *size), torch.nan, device=DEVICE)
+    rows = torch.tensor([4, 0, 2, 5, 0], device=DEVICE)
+    lens = torch.tensor([0, 0, 7, 0, 3], dtype=torch.int32, device=DEVICE)
+    clear_rows(held, rows, lens)
+    assert (held[:, [4, 5]] == 0).all()
+    assert held[:, [0, 1, 2, 3]].isnan().all()
+    clear_rows(held, rows[:0], lens[:0])
+    with pytest.raises(ValueError, match="seq_lens must"):
+        clear_rows(held, rows, lens.long())
