@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from specattn.autocast import without_autocast
 from specattn.errors import ModelError
-from specattn.models.interface import INTERFACE, ModelState, call_attend
+from specattn.models.interface import INTERFACE, HostAttend, ModelState
 from specattn.models.pretrained import load_causal, tokenizer_of
 from specattn.models.probe import probe_layers
 from specattn.models.quantisation import prepare
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
-    from specattn.config import AttnConfig
+    from specattn.config import LayerConfig
     from specattn.speculative.model import Attend
 
 
@@ -50,8 +50,8 @@ class LoadedTarget:
     if TYPE_CHECKING:
 
         @property
-        def layers(self) -> tuple[AttnConfig, ...]:
-            """The attention geometry of every layer."""
+        def layers(self) -> tuple[LayerConfig, ...]:
+            """What every layer is."""
 
     def with_features(self, features: tuple[int, ...]) -> Self:
         """Return a target of the same weights that gives other ``features``.
@@ -89,15 +89,15 @@ class HFTarget(LoadedTarget):
     ----------
     module : PreTrainedModel
         The model, in evaluation mode and without gradients.
-    layers : tuple of AttnConfig
-        The attention geometry of every layer.
+    layers : tuple of AttnConfig or StateConfig
+        What every layer is.
     before : ModelState, optional
         What `restore` puts the model back into; None leaves it as it is. The other parts are those
         of `LoadedTarget`.
     """
 
     module: Any
-    layers: tuple[AttnConfig, ...]
+    layers: tuple[LayerConfig, ...]
     before: ModelState | None = None
 
     @classmethod
@@ -275,7 +275,7 @@ class HFTarget(LoadedTarget):
             return_dict=True,
             # What a list of indices selects differs between versions of transformers.
             output_hidden_states=bool(self.features),
-            specattn_attention=partial(call_attend, attend),
+            specattn_attention=HostAttend(attend),
             **({"logits_to_keep": rows} if narrow else {}),
         )
         logits = output.logits[0]  # [R or T, V]

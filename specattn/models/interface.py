@@ -13,12 +13,14 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from specattn.errors import ModelError
+from specattn.models.mixers import mixers_of, restore_mixer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor, nn
 
+    from specattn.kernels.gated_delta import LayerParts, LayerWeights
     from specattn.speculative.model import Attend
 
 #: Attention of this name is whatever callable the model was called with.
@@ -33,11 +35,14 @@ class ModelState:
     ----------
     attention : tuple of (PretrainedConfig, str)
         The attention implementation of the model and of each of its parts.
+    mixers : tuple of (Module, callable or None)
+        The forward of each `mixers_of`, where it is not its class's.
     training, trained : frozenset of str
         The names of modules in training mode, and of parameters with gradients.
     """
 
     attention: tuple[tuple[Any, str | None], ...]
+    mixers: tuple[tuple[nn.Module, Any], ...]
     training: frozenset[str]
     trained: frozenset[str]
 
@@ -46,6 +51,7 @@ class ModelState:
         """Read it off a model."""
         return cls(
             tuple((config, config._attn_implementation_internal) for config in _configs(model)),
+            tuple((one, vars(one).get("forward")) for one in mixers_of(model)),
             frozenset(name for name, part in model.named_modules() if part.training),
             frozenset(name for name, one in model.named_parameters() if one.requires_grad),
         )
@@ -54,6 +60,8 @@ class ModelState:
         """Put the model back into this state."""
         for config, attention in self.attention:
             config._attn_implementation_internal = attention
+        for mixer, forward in self.mixers:
+            restore_mixer(mixer, forward)
         for name, part in model.named_modules():
             part.training = name in self.training
         for name, parameter in model.named_parameters():
@@ -95,22 +103,32 @@ def dispatch(
     return specattn_attention(module, query, key, value, attention_mask, **asked), None
 
 
-def call_attend(  # noqa: PLR0913 - as its docstring says
-    attend: Attend,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    *,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Call ``attend`` with ``[1, heads, T, D]``; return ``[1, T, heads, Dv]``."""
-    q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
-    # an `attend` of one's own need not know of sinks that a model does not have
-    sinks = {} if s_aux is None else {"sinks": s_aux}
-    return attend(module.layer_idx, q, k, v, **sinks)[None]
+@dataclass(frozen=True)
+class HostAttend:
+    """An `Attend` as transformers' modules call it."""
+
+    attend: Attend
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        *,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Attend with ``[1, heads, T, D]``; return ``[1, T, heads, Dv]``."""
+        q, k, v = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
+        # an `attend` of one's own need not know of sinks that a model does not have
+        sinks = {} if s_aux is None else {"sinks": s_aux}
+        return self.attend(module.layer_idx, q, k, v, **sinks)[None]
+
+    def mix(self, module: Any, parts: LayerParts, weights: LayerWeights) -> Tensor:
+        """Mix tokens; see `Attend.mix`."""
+        return self.attend.mix(module.layer_idx, parts, weights)
 
 
 AttentionInterface.register(INTERFACE, dispatch)

@@ -19,10 +19,14 @@ from specattn.config import AttnConfig
 from specattn.errors import ModelError
 from specattn.models.hub import first_line, quiet
 from specattn.models.interface import INTERFACE, dispatch
-from specattn.models.shards import own
+from specattn.models.mixers import mixers_of, state_config, supply_mixers
+from specattn.models.shards import own, process_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from specattn.config import LayerConfig, StateConfig
+    from specattn.kernels.gated_delta import LayerParts, LayerWeights
 
 # The interface, with masks. Serving has none: with a mask function of its name, transformers looks
 # at the positions on the host before every forward to find packed sequences.
@@ -32,7 +36,18 @@ _WITH_MASKS = "specattn_probe"
 _FUNCTION = "specattn_mask_function"
 # Modules of `torch.ao.quantization.quantize_dynamic`.
 _QUANTISED = "torch.ao.nn.quantized"
-_KINDS = {"full_attention", "sliding_attention"}
+_KINDS = {"full_attention", "sliding_attention", "linear_attention"}
+# Recurrent and convolutional layers that are not served, by a part of their class's name, and what
+# they would need.
+_OTHERS = {
+    "DeltaAttention": "Kimi Delta Attention, whose gate per key dimension the solve over trees of "
+    "Gated DeltaNet layers does not have",
+    # Mamba, Bamba, Jamba, Zamba
+    "amba": "Mamba, which needs a scan over trees of its own (there is one for Gated DeltaNet)",
+    "ShortConv": "short convolutions, which need a memory of windows alone, without states",
+    "Rglru": "RG-LRU, which needs a scan over trees of its own",
+    "GatedDeltaNet": "Gated DeltaNet in another form than Qwen3-Next's and Qwen3.5's",
+}
 # Tensors a layer may pass along that do not change what attention computes.
 _HARMLESS = {"position_ids", "cache_position"}
 # What transformers calls the sinks of a layer's heads, a logit each.
@@ -47,11 +62,12 @@ class _UnfitError(Exception):
     """What a model computes that paged attention over flattened tokens does not."""
 
 
-def probe_layers(module: Any) -> tuple[AttnConfig, ...]:
-    """Return every attention layer's geometry, in the order of ``layer_idx``.
+def probe_layers(module: Any) -> tuple[LayerConfig, ...]:
+    """Return what every layer is, in the order of ``layer_idx``.
 
-    From then on, the model's attention is the ``specattn_attention`` of its call. A ModelError
-    names what it computes that paged attention over flattened tokens does not.
+    From then on, the model's attention is the ``specattn_attention`` of its call, and what mixes in
+    its Gated DeltaNet layers that one's ``mix``. A ModelError names what it computes that paged
+    attention over flattened tokens does not.
     """
     config = module.config.get_text_config(decoder=True)
     try:
@@ -61,8 +77,9 @@ def probe_layers(module: Any) -> tuple[AttnConfig, ...]:
         raise ModelError("target", message) from error.__cause__
 
 
-def _layers_of(module: Any, config: Any) -> tuple[AttnConfig, ...]:
+def _layers_of(module: Any, config: Any) -> tuple[LayerConfig, ...]:
     _check_config(module, config)
+    supply_mixers(module)
     order = torch.tensor(_ORDER, device=next(module.parameters()).device)
     # Padding tokens may have positions of their own.
     tokens = (order.sort().values + 1 + (config.pad_token_id or 0)) % config.vocab_size  # [T]
@@ -136,9 +153,7 @@ def _check_config(module: nn.Module, config: Any) -> None:
     """Refuse what the calls of a probe do not show."""
     if config.is_encoder_decoder:
         raise _UnfitError("is an encoder-decoder; only decoders are supported")
-    # Set on every class with recurrent (state-space, linear-attention) layers.
-    if module._is_stateful:
-        raise _UnfitError("has recurrent layers, whose state cannot be rolled back")
+    _check_recurrent(module, config)
     for name, part in module.named_modules():
         if type(part).__module__.startswith(_QUANTISED):
             raise _UnfitError(
@@ -149,13 +164,33 @@ def _check_config(module: nn.Module, config: Any) -> None:
         raise _UnfitError(f"has layers of kind {', '.join(sorted(kinds))}")
 
 
+def _check_recurrent(module: nn.Module, config: Any) -> None:
+    """Refuse layers with a state, but for those that `mixers_of` finds."""
+    known = mixers_of(module)
+    for name, needs in _OTHERS.items():
+        found = (type(one).__name__ for one in module.modules() if one not in known)
+        if any(name in kind and "Norm" not in kind for kind in found):
+            raise _UnfitError(f"has layers of {needs}")
+    # Set on every class with recurrent (state-space, linear-attention) layers.
+    kinds = getattr(config, "layer_types", None) or ()
+    if module._is_stateful and kinds.count("linear_attention") != len(known):
+        raise _UnfitError("has recurrent layers other than Gated DeltaNet")
+    if module._is_stateful and not known:
+        raise _UnfitError("has recurrent layers, whose state cannot be rolled back")
+    if known and process_group(module) is not None:
+        raise _UnfitError("has Gated DeltaNet layers, which ranks cannot share")
+    if any(one.activation != "silu" for one in known):
+        raise _UnfitError(f"has convolutions with {known[0].activation}, not with silu")
+
+
 class _Probe:
     """A stand-in for attention that records the layers of a forward."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
-        self._layers: dict[int, AttnConfig] = {}
-        #: Queries, keys and values of every layer, ``[1, heads, T, D]``.
+        self._layers: dict[int, LayerConfig] = {}
+        #: Queries, keys and values of every layer, ``[1, heads, T, D]``; of one that mixes, what is
+        #: mixed and its gates, as one head.
         self.heads: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(
@@ -184,22 +219,40 @@ class _Probe:
         out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         return out.transpose(1, 2).contiguous()
 
-    def layers(self) -> tuple[AttnConfig, ...]:
+    def mix(self, module: Any, parts: LayerParts, _: LayerWeights) -> Tensor:
+        """Stand in for mixing, and record the layer."""
+        index, (qkv,) = module.layer_idx, parts.qkv
+        self.heads[index] = parts.qkv[None], parts.b[None], parts.a[None]
+        try:
+            config: StateConfig = state_config(module, qkv.dtype, self._config)
+        except ValueError as error:
+            raise _UnfitError(f"in layer {index}: {error}") from error
+        self._layers[index] = config
+        # Any function of a token's own values would do.
+        shape = config.num_v_heads, config.head_v_dim
+        values: Tensor = qkv[:, 2 * module.key_dim :].unflatten(-1, shape)
+        return values
+
+    def layers(self) -> tuple[LayerConfig, ...]:
         """Return what was seen, unless no one pool holds it (Gemma 4)."""
         wanted = self._config.num_hidden_layers
         if sorted(self._layers) != list(range(wanted)):
             raise _UnfitError(f"has attention in layers {sorted(self._layers)} of {wanted} only")
         layers = tuple(self._layers[index] for index in range(wanted))
-        heads = [
-            f"{layer.num_kv_heads} of {layer.head_dim}"
+        heads = {
+            index: f"{layer.num_kv_heads} of {layer.head_dim}"
             + (f" (values of {layer.v_head_dim})" if layer.v_head_dim != layer.head_dim else "")
-            for layer in layers
-        ]
-        for index, found in enumerate(heads):
-            if found != heads[0]:
+            for index, layer in enumerate(layers)
+            if isinstance(layer, AttnConfig)
+        }
+        if not heads:
+            raise _UnfitError("has no attention layer")
+        first = min(heads)
+        for index, found in heads.items():
+            if found != heads[first]:
                 raise _UnfitError(
-                    f"has KV heads of several shapes, which one pool cannot hold: {heads[0]} in "
-                    f"layer 0, {found} in layer {index}"
+                    f"has KV heads of several shapes, which one pool cannot hold: {heads[first]} "
+                    f"in layer {first}, {found} in layer {index}"
                 )
         return layers
 

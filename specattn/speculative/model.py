@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, runtime_chec
 
 from specattn.attention.layers import LayeredBackend
 from specattn.checks import kind_of
+from specattn.kernels.prompts import clear_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from specattn.cache.kv_pool import Caches
     from specattn.cache.memory import Memory
     from specattn.config import LayerConfig
+    from specattn.kernels.gated_delta import LayerParts, LayerWeights, Nodes
     from specattn.plan import AttnPlan
 
 
@@ -70,6 +72,26 @@ class Attend(Protocol):
         -------
         Tensor
             ``[T, Hq, Dv]``.
+        """
+
+    def mix(self, layer: int, parts: LayerParts, weights: LayerWeights) -> Tensor:
+        """Mix tokens along their text, in layer ``layer``, which has a state.
+
+        An `attend` of one's own need not have it for models whose layers all attend.
+
+        Parameters
+        ----------
+        layer : int
+            Index into the model's ``layers``, whose config there is a `StateConfig`.
+        parts : LayerParts
+            What the layer's products give for T tokens.
+        weights : LayerWeights
+            What else the layer mixes by.
+
+        Returns
+        -------
+        Tensor
+            ``[T, HV, V]``.
         """
 
 
@@ -280,7 +302,8 @@ class ModelSlot(Generic[Model]):
     model : TargetModel or DraftModel
         The model.
     pool : Memory
-        What its layers keep: a `KVPool`; target and draft pools share slot numbers.
+        What its layers keep, a `KVPool` or a `HybridPool`; target and draft pools share slot
+        numbers.
     backend : LayeredBackend
         Its attention over these.
     """
@@ -305,7 +328,7 @@ class ModelSlot(Generic[Model]):
         model : TargetModel or DraftModel
             The model.
         pool : Memory
-            A `KVPool`; the geometry of every layer and the device are the pool's.
+            A `KVPool` or a `HybridPool`; what every layer is and the device are the pool's.
         backend : str or BackendFactory
             What `choose_backend` takes: a name, or a backend or composite itself.
         deterministic : bool
@@ -316,7 +339,8 @@ class ModelSlot(Generic[Model]):
         UnsupportedError
             If the backend cannot serve one of the layers.
         ValueError
-            If ``model`` is no model, ``pool`` is no `KVPool`, or its layers are another model's.
+            If ``model`` is no model, ``pool`` is of another kind, or its layers are another
+            model's.
         """
         check_model("model", model, "a target or a draft model", has="layers")
         made = LayeredBackend.of(backend, model.layers, pool, deterministic=deterministic)
@@ -350,9 +374,24 @@ class ModelSlot(Generic[Model]):
         for tensor in self.by_row().values():
             tensor[:, rows] = 0
 
-    def commit(self, plan: AttnPlan, accepted: AcceptResult) -> None:
+    def begin(self, rows: Tensor, seq_lens: Tensor) -> None:
+        """Let prompts begin as `admit` does, where no token comes before; capturable.
+
+        Parameters
+        ----------
+        rows, seq_lens : Tensor
+            ``[P]`` int64 and int32: the pieces' rows, and the tokens before them.
+        """
+        for tensor in self.by_row().values():
+            clear_rows(tensor, rows, seq_lens)
+
+    def nodes(self, batch: int, count: int) -> Nodes | None:
+        """Allocate what nodes leave for `commit`, if anything; see `Memory.nodes`."""
+        return self.pool.nodes(batch, count)
+
+    def commit(self, plan: AttnPlan, accepted: AcceptResult, nodes: Nodes | None = None) -> None:
         """Keep the accepted path of what ``plan`` verified; see `Memory.commit`."""
-        self.pool.commit(plan.tail_slots, accepted, plan.req_pool_indices)
+        self.pool.commit(plan.tail_slots, accepted, plan.req_pool_indices, nodes)
 
     def for_context(self, max_context_len: int) -> ModelSlot[Model]:
         """Return the slot for contexts of that length; see `ContextModel`."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
@@ -14,7 +15,8 @@ from tests.implementations import using
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from specattn.config import AttnConfig
+    from specattn.config import LayerConfig
+    from specattn.kernels.gated_delta import LayerParts, LayerWeights
 
 TINY = {
     "vocab_size": 101,
@@ -35,9 +37,11 @@ TINY = {
 class DenseAttend:
     """Attention over everything stored so far, in float64 and without a cache layout."""
 
-    def __init__(self, layers: tuple[AttnConfig, ...]) -> None:
+    def __init__(self, layers: tuple[LayerConfig, ...]) -> None:
         self.layers = layers
         self.stored: list[list[tuple[int, int, torch.Tensor, torch.Tensor]]] = [[] for _ in layers]
+        #: By layer and request: a state and the last inputs of the convolution.
+        self.states: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def at(self, positions: torch.Tensor, requests: torch.Tensor | None = None) -> DenseAttend:
         self.positions = positions.tolist()
@@ -74,6 +78,34 @@ class DenseAttend:
             weights = logits.softmax(-1)[:, : len(seen)]
             out[row] = torch.einsum("hn,nhd->hd", weights, values).to(q.dtype)
         return out
+
+    def mix(self, layer: int, parts: LayerParts, weights: LayerWeights) -> torch.Tensor:
+        """The recurrence, token by token in the order of positions."""
+        config = self.layers[layer]
+        heads, group = config.num_v_heads, config.num_v_heads // config.num_k_heads
+        sizes = [config.num_k_heads * config.head_k_dim] * 2 + [heads * config.head_v_dim]
+        qkv, a, b = (one.double().sum(0) for one in (parts.qkv, parts.a, parts.b))
+        gate = weights.a_log.double().exp() * F.softplus(a + weights.dt_bias.double())
+        out = qkv.new_zeros(len(qkv), heads, config.head_v_dim)
+        for at in sorted(range(len(qkv)), key=lambda at: self.positions[at]):
+            key = layer, self.requests[at]
+            if key not in self.states:
+                window = qkv.new_zeros(config.conv_width, qkv.shape[1])
+                self.states[key] = out.new_zeros(*out.shape[1:], config.head_k_dim), window
+            state, window = self.states[key]
+            window = torch.cat([window[1:], qkv[at : at + 1]])
+            mixed = F.silu((window.T * weights.conv.double()).sum(1)).split(sizes)
+            q, k = (
+                F.normalize(one.view(-1, config.head_k_dim), dim=1).repeat_interleave(group, 0)
+                for one in mixed[:2]
+            )
+            state = state * (-gate[at]).exp()[:, None, None]
+            lacking = mixed[2].view(heads, -1) - torch.einsum("hvk,hk->hv", state, k)
+            lacking = lacking * b[at].sigmoid()[:, None]
+            state = state + torch.einsum("hv,hk->hvk", lacking, k)
+            self.states[key] = state, window
+            out[at] = torch.einsum("hvk,hk->hv", state, q) * config.head_k_dim**-0.5
+        return out.to(config.dtype)
 
 
 @pytest.fixture(params=["naive", "triton"])

@@ -17,6 +17,7 @@ from specattn.models import (
     fuse,
     load_draft,
 )
+from tests.hybrids import KINDS, LAYERS
 from tests.models.heads import (
     HT,
     SPECULATORS_NORMS,
@@ -60,6 +61,17 @@ LONGROPE = {
 }
 # neither a power of two nor a multiple of one, as SmolLM2's 576 and nine heads over three
 ODD = {"hidden_size": 72, "head_dim": 8, "num_attention_heads": 9, "num_key_value_heads": 3}
+# attention comes first, and half of its dimensions are rotated
+TURNED = LAYERS | {
+    "layer_types": ["full_attention", "linear_attention"],
+    "num_hidden_layers": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 2, 2],
+    },
+}
 OTHER_ROPE = {"rope_type": "default", "rope_theta": 77.0}
 LENGTH = 7
 PROMPTS = [[5, 17, 3, 99, 42, 8, 61], [23], [7, 7, 80, 12, 55, 31, 2, 64, 19, 28, 77]]
@@ -93,11 +105,18 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
         ("qwen3_moe", EXPERTS | {"mlp_only_layers": [1], "moe_intermediate_size": 40}),
         ("mixtral", EXPERTS),
         ("gemma3_text", GEMMA3 | {"query_pre_attn_scalar": 50}),
+        *(
+            (kind, settings | {"num_hidden_layers": 2, "layer_types": LAYERS["layer_types"][:2]})
+            for kind, settings in KINDS.items()
+        ),
+        *([("qwen3_5_text", TURNED | {"attention_bias": True})] if "qwen3_5_text" in KINDS else []),
     ],
 )
 def test_same_numbers_as_transformers_in_float64(tiny, dense, kind, changes) -> None:
-    settings = {"tie_word_embeddings": False, "rope_parameters": ROPES[kind]} | changes
-    model = tiny(kind, num_hidden_layers=2, **settings)
+    settings = {"tie_word_embeddings": False, "num_hidden_layers": 2} | changes
+    if kind in ROPES:
+        settings.setdefault("rope_parameters", ROPES[kind])
+    model = tiny(kind, **settings)
     ids = torch.randint(1, 101, (LENGTH,))
     positions, rows = torch.arange(24, 24 + LENGTH), torch.tensor([6, 0, 6, 5])
     source = HFTarget.from_model(model)
@@ -112,6 +131,7 @@ def test_same_numbers_as_transformers_in_float64(tiny, dense, kind, changes) -> 
         ids, positions, dense(target.layers).at(positions), rows
     )
 
+    source.restore()
     model.double().set_attn_implementation("eager")
     if "num_experts_per_tok" in changes:
         # the others know no float64
@@ -285,11 +305,12 @@ def test_a_model_in_memory_has_no_tokenizer(tiny) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norms", [[], SPECULATORS_NORMS[-1]], ids=["", "norms"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", *KINDS])
 def test_on_the_gpu(tiny, tmp_path, kind, norms) -> None:
     """Streamed products and programmatic launches, eager and recorded, against float64."""
-    experts = EXPERTS if kind == "qwen3_moe" else {}
-    model = tiny(kind, num_hidden_layers=4, head_dim=64, **experts).to("cuda", torch.bfloat16)
+    experts = EXPERTS if kind in ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text") else {}
+    changes = {"num_hidden_layers": 4} | KINDS.get(kind, {}) | {"head_dim": 64} | experts
+    model = tiny(kind, **changes).to("cuda", torch.bfloat16)
     if experts:
         # they read nothing on the host
         model.set_experts_implementation("batched_mm")
@@ -303,6 +324,7 @@ def test_on_the_gpu(tiny, tmp_path, kind, norms) -> None:
         requests = [Request(p, max_new_tokens=12, ignore_eos=True) for p in PROMPTS]
         texts.append([result.tokens for result in engine.generate(requests)])
     assert texts[0] == texts[1]
+    source.restore()
     exact = model.double()
     exact.set_attn_implementation("eager")
     if experts:

@@ -223,8 +223,12 @@ def test_forward_never_looks_at_positions_on_the_host(tiny, dense, monkeypatch) 
     ("model_type", "changes", "reason"),
     [
         ("llama4_text", {"intermediate_size_mlp": 32}, "has layers of kind chunked_attention"),
-        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "has recurrent"),
-        ("mamba", {}, "has recurrent"),
+        (
+            "falcon_h1",
+            {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+            "has recurrent",
+        ),
+        ("mamba", {}, "has layers of Mamba, which needs a scan"),
         ("bert", {}, "has bidirectional attention"),
         # their positions begin at padding_idx + 1
         ("roberta", {"is_decoder": True}, "computes other heads in layer 0 .* positions"),

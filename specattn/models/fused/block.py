@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from specattn.attention.bound import BoundLayers
 from specattn.kernels.fused import Rotation, add_rms_norm, qk_norm_rope_store_kv
 from specattn.kernels.fused.fp8 import RowsFormat, add_norm_scaled
+from specattn.kernels.fused.gates import gate_heads, gather_columns
 from specattn.models.fused.family import LLAMA, Family, activation_of
 from specattn.models.fused.projection import Projection
 from specattn.models.fused.readers import projection_of
 from specattn.models.hf import refuse_rescaling, rescaling_length
+from specattn.models.mixers import INTERLEAVED, PLAIN
 from specattn.models.shards import is_sharded, own
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from specattn.config import AttnConfig
+    from specattn.config import AttnConfig, LayerConfig
     from specattn.speculative.model import Attend
 
 # Kernels are compiled for the divisibility of a table's last position.
@@ -33,6 +36,12 @@ HEADS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATES = ("mlp.gate_proj", "mlp.up_proj")
 #: Those of whose columns ranks have a part each, so that they add up products.
 SUMMED = ("self_attn.o_proj", "mlp.down_proj")
+#: Those of layers that mix by the gated delta rule; each group is packed.
+MIXED = tuple(
+    tuple(f"linear_attn.{name}" for name in names)
+    for names in (PLAIN[:2], PLAIN[2:], INTERLEAVED[:1], INTERLEAVED[1:])
+)
+OUT = "linear_attn.out_proj"
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +59,9 @@ class RotaryTable:
         """``[L, D]`` float32, see `Rotation`; computed on first use, outside any capture."""
         buffer, kind = next(self.rotary.buffers()), (self.layer_type,) * bool(self.layer_type)
         positions = torch.arange(self.length, device=buffer.device)[None]
+        if hasattr(self.rotary, "mrope_section"):
+            # those of a text are alike in all grids; some releases expand none
+            positions = positions.expand(3, 1, -1)
         with torch.no_grad():
             cosine, sine = self.rotary(buffer.new_empty(1, dtype=torch.float32), positions, *kind)
         half = cosine.shape[-1] // 2  # [1, L, D]
@@ -159,8 +171,11 @@ class Block:
     added_norms : tuple of Tensor, optional
         ``[H]`` each: the weights of the norms of what attention and the feed-forward part add to
         the stream.
+    columns : Tensor, optional
+        ``[(2 Hq + 2 Hkv) D]`` int64, of layers with gates: which columns of the product are
+        queries, keys, values, and gates of what queries give.
     qkv : Projection
-        ``[(Hq + 2 Hkv) D, H]``: queries, keys and values.
+        ``[(Hq + 2 Hkv) D, H]``: queries, keys and values; with ``columns`` gates among them.
     o : Projection
         ``[H, Hq D]``.
     feed : Feed
@@ -177,6 +192,7 @@ class Block:
     o: Projection
     feed: Feed
     added_norms: tuple[Tensor | None, Tensor | None] = (None, None)
+    columns: Tensor | None = None
 
     @classmethod
     def of_weights(
@@ -203,9 +219,14 @@ class Block:
         if family.norms == "sandwich":
             added = post_norm, norms["post_feedforward_layernorm"]
             post_norm = norms["pre_feedforward_layernorm"]
-        head_norms = None
+        head_norms = columns = None
         if "self_attn.q_norm" in norms:
             head_norms = norms["self_attn.q_norm"], norms["self_attn.k_norm"]
+        if family.gated:
+            order = rotated_order(geometry.head_dim, rotary.still).to(post_norm.device)
+            columns = _gated_columns(geometry, order)
+            if head_norms is not None:
+                head_norms = head_norms[0][order], head_norms[1][order]
         return cls(
             geometry=geometry,
             rotary=rotary,
@@ -218,6 +239,7 @@ class Block:
             o=projections["self_attn.o_proj"],
             feed=feed,
             added_norms=added,
+            columns=columns,
         )
 
     @classmethod
@@ -239,13 +261,15 @@ class Block:
             for name in projections.keys() & set(SUMMED):
                 projections[name] = projections[name].summed(group)
         norms = {name: own(one.detach()) for name, one in layer.named_parameters()}
-        feed: GatedFeed | ModuleFeed = ModuleFeed(layer.get_submodule("mlp"))
-        if GATES[0] in modules:
-            feed = GatedFeed.of_weights(projections, rotary.rotary.config)
-            feed.gate_up.lend([modules[name] for name in GATES])
+        feed = feed_of(layer, modules, rotary.rotary.config, projections)
         block = cls.of_weights(projections, norms, rotary, geometry, feed, family)
         block.qkv.lend([modules[name] for name in HEADS])
         return block
+
+    @property
+    def rows_format(self) -> RowsFormat | None:
+        """How the rows of its first product are quantised, if they are."""
+        return self.qkv.rows_format
 
     def prepare(self) -> None:
         """Try out the kernels of its products, which a capture cannot do."""
@@ -257,7 +281,9 @@ class Block:
     @cached_property
     def rotation(self) -> Rotation:
         """The heads' bias, norms and position embedding, as the kernels take them."""
-        return Rotation(self.rotary.rows, self.head_norms, self.eps, self.qkv.bias)
+        # that of gates is in the product
+        bias = self.qkv.bias if self.columns is None else None
+        return Rotation(self.rotary.rows, self.head_norms, self.eps, bias)
 
     @cached_property
     def _heads_alone(self) -> Projection:
@@ -288,14 +314,21 @@ class Block:
         Returns the norm of the new stream, and the stream, ``[R, H]`` each. Both norms are as
         `add_norm_for` returns them, for the heads and for the feed-forward part.
         """
-        parts = self._heads_alone.parts(x)
-        if isinstance(attend, BoundLayers):
-            out = attend.packed(layer, parts, positions, self.rotation)
+        if self.columns is None:
+            parts = self._heads_alone.parts(x)
         else:
-            out = attend(layer, *self._heads(parts, positions))
+            given = gather_columns(self.qkv.parts(x), self.columns, self.geometry.dtype)
+            gated = self.geometry.num_qo_heads * self.geometry.head_dim
+            parts, gates = given[None, :, :-gated], given[:, -gated:]
+        if isinstance(attend, BoundLayers):
+            out = attend.packed(layer, parts, positions, self.rotation).flatten(1)
+        else:
+            out = attend(layer, *self._heads(parts, positions)).flatten(1)
+        if self.columns is not None:
+            out = gate_heads(out, gates)
         return add_norm_for(
             self.feed.rows_format,
-            self.o.parts(out.flatten(1)),
+            self.o.parts(out),
             stream,
             self.post_norm,
             self.eps,
@@ -313,6 +346,27 @@ class Block:
         turn = self.rotation
         qk_norm_rope_store_kv(parts, positions, turn, q, k, v, None)
         return q, k, v
+
+
+def rotated_order(size: int, still: int) -> Tensor:
+    """Return an order of dimensions for heads rotated in part.
+
+    The first of a head are rotated. In this order, each lies half a head before the one that it is
+    rotated with, and ``still`` pairs stay as they are.
+    """
+    turned = size // 2 - still
+    dims = torch.arange(size)
+    first, second, *rest = dims.split([turned, turned, still, still])
+    return torch.cat([first, rest[0], second, rest[1]])
+
+
+def _gated_columns(geometry: AttnConfig, order: Tensor) -> Tensor:
+    """Return `Block.columns` where each query head lies beside its gates."""
+    heads, kv, size = geometry.num_qo_heads, geometry.num_kv_heads, geometry.head_dim
+    columns = torch.arange((2 * heads + 2 * kv) * size, device=order.device).view(-1, size)
+    queries, keys, values = columns.split([2 * heads, kv, kv])
+    found = (queries[::2, order], keys[:, order], values, queries[1::2])
+    return torch.cat([one.flatten() for one in found])
 
 
 def add_norm_for(
@@ -339,8 +393,36 @@ def add_norm_for(
 
 def projections_of(layer: nn.Module) -> dict[str, nn.Module]:
     """Return the modules whose weights are read, by name."""
-    names = (*HEADS, *GATES, *SUMMED)
+    names = (*HEADS, *GATES, *SUMMED, *chain.from_iterable(MIXED), OUT)
     return {name: part for name, part in layer.named_modules() if name in names}
+
+
+def feed_of(
+    layer: nn.Module,
+    modules: Mapping[str, nn.Module],
+    config: Any,
+    projections: Mapping[str, Projection] | None = None,
+) -> GatedFeed | ModuleFeed:
+    """Pack the feed-forward part of a transformers layer, or take its module.
+
+    Parameters
+    ----------
+    layer : Module
+        The layer.
+    modules : mapping of str to Module
+        Those of `projections_of`.
+    config : PreTrainedConfig
+        It has the activation.
+    projections : mapping of str to Projection, optional
+        What the modules' weights are read as; by default as `projection_of` reads them.
+    """
+    if GATES[0] not in modules:
+        return ModuleFeed(layer.get_submodule("mlp"))
+    if projections is None:
+        projections = {name: projection_of(part) for name, part in modules.items()}
+    feed = GatedFeed.of_weights(projections, config)
+    feed.gate_up.lend([modules[name] for name in GATES])
+    return feed
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -355,7 +437,7 @@ class FusedModel:
         Of another class, and of shards, the module itself is called.
     lm_head : Projection
         ``[V, H]``, or ``[Vd, H]`` of a head; the target's own unless the checkpoint has one.
-    blocks : tuple of Block
+    blocks : tuple of Block or DeltaBlock
         The weights of every layer.
     features : tuple of int
         The target's hidden states that a draft reads, as in `LoadedTarget`: a target gives
@@ -364,18 +446,19 @@ class FusedModel:
 
     embed_tokens: nn.Embedding
     lm_head: Projection
-    blocks: tuple[Block, ...]
+    blocks: tuple[Any, ...]
     features: tuple[int, ...] = ()
 
     @property
-    def layers(self) -> tuple[AttnConfig, ...]:
-        """The attention geometry of every layer."""
+    def layers(self) -> tuple[LayerConfig, ...]:
+        """What every layer is."""
         return tuple(block.geometry for block in self.blocks)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and hidden states."""
-        return self.blocks[0].geometry.dtype
+        dtype: torch.dtype = self.blocks[0].geometry.dtype
+        return dtype
 
     @property
     def hidden_size(self) -> int:
@@ -411,11 +494,15 @@ class FusedModel:
         ModelError
             If its rope type rotates contexts of that length in another way.
         """
-        given = {id(block.rotary): block.rotary for block in self.blocks}
+        turning = [block for block in self.blocks if isinstance(block, Block)]
+        given = {id(block.rotary): block.rotary for block in turning}
         tables = {key: rotary.of_length(max_context_len) for key, rotary in given.items()}
         if tables == given:
             return self
         return replace(
             self,
-            blocks=tuple(replace(one, rotary=tables[id(one.rotary)]) for one in self.blocks),
+            blocks=tuple(
+                replace(one, rotary=tables[id(one.rotary)]) if isinstance(one, Block) else one
+                for one in self.blocks
+            ),
         )

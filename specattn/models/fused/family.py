@@ -26,11 +26,14 @@ class Family:
         What is added to the weights of all norms.
     experts : bool
         Whether feed-forward parts may be modules of the host's, run as they are.
+    gated : bool
+        Whether query heads come with gates of what they give, and are rotated in part.
     """
 
     norms: Literal["pre", "sandwich"] = "pre"
     norm_offset: float = 0.0
     experts: bool = False
+    gated: bool = False
 
     def norm(self, weight: Tensor) -> Tensor:
         """Return what a norm multiplies by.
@@ -50,6 +53,9 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(experts=True),
     "mixtral": Family(experts=True),
     "gemma3_text": Family(norms="sandwich", norm_offset=1.0),
+    "qwen3_next": Family(norm_offset=1.0, experts=True, gated=True),
+    "qwen3_5_text": Family(norm_offset=1.0, gated=True),
+    "qwen3_5_moe_text": Family(norm_offset=1.0, experts=True, gated=True),
 }
 
 

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from specattn.autocast import without_autocast
 from specattn.checks import instance
+from specattn.config import AttnConfig, StateConfig
 from specattn.errors import ModelError
 from specattn.kernels.fused import add_rms_norm
 from specattn.models.fused.block import (
     GATES,
     HEADS,
+    MIXED,
     SUMMED,
     Block,
     FusedModel,
@@ -28,8 +30,10 @@ from specattn.models.fused.block import (
     add_norm_for,
     projections_of,
 )
+from specattn.models.fused.delta import DeltaBlock
 from specattn.models.fused.family import FAMILIES
 from specattn.models.fused.readers import UnreadError, output_projection, projection_of
+from specattn.models.fused.scaled import ScaledLinear
 from specattn.models.hf import HFTarget, LoadedTarget
 from specattn.models.shards import own, shared_axis
 from specattn.speculative.model import TargetOutput
@@ -95,7 +99,9 @@ class FusedTarget(FusedModel, LoadedTarget):
             raise ModelError("target", f"unsupported by the fused path: {'; '.join(reasons)}")
         family = FAMILIES[target.config.model_type]
         blocks = tuple(
-            Block.of_layer(layer, rotary, geometry, family, group)
+            DeltaBlock.of_layer(layer, geometry, family, target.config)
+            if isinstance(geometry, StateConfig)
+            else Block.of_layer(layer, rotary, geometry, family, group)
             for layer, rotary, geometry in zip(
                 modules.model.layers, _rotations(target), target.layers, strict=True
             )
@@ -131,7 +137,7 @@ class FusedTarget(FusedModel, LoadedTarget):
         states, views = self._states(len(input_ids))
         ids, table = self._embedding(input_ids)
         x, stream = add_norm_for(
-            blocks[0].qkv.rows_format,
+            blocks[0].rows_format,
             table[None],
             None,
             blocks[0].input_norm,
@@ -143,7 +149,7 @@ class FusedTarget(FusedModel, LoadedTarget):
         for layer, block in enumerate(blocks[:-1]):
             x, stream = block.attend(x, stream, layer, positions, attend)
             x, stream = add_norm_for(
-                blocks[layer + 1].qkv.rows_format,
+                blocks[layer + 1].rows_format,
                 block.feed(x),
                 stream,
                 blocks[layer + 1].input_norm,
@@ -186,8 +192,18 @@ def _rotations(target: HFTarget) -> list[RotaryTable]:
     ropes = getattr(target.config, "rope_parameters", None) or {}
     types = getattr(target.config, "layer_types", None) or [""] * len(target.layers)
     kinds = [kind if isinstance(ropes.get(kind), dict) else "" for kind in types]
-    tables = {kind: RotaryTable(rotary, length, layer_type=kind) for kind in kinds}
+    still = _still(target)
+    tables = {kind: RotaryTable(rotary, length, still=still, layer_type=kind) for kind in kinds}
     return [tables[kind] for kind in kinds]
+
+
+def _still(target: HFTarget) -> int:
+    """Return the pairs of a head's dimensions that are not rotated."""
+    if not FAMILIES[target.config.model_type].gated:
+        return 0
+    size = next(one.head_dim for one in target.layers if isinstance(one, AttnConfig))
+    turned: Tensor = target.module.model.rotary_emb.inv_freq
+    return size // 2 - len(turned)
 
 
 def _reasons(target: HFTarget) -> Iterator[str]:
@@ -202,7 +218,7 @@ def _reasons(target: HFTarget) -> Iterator[str]:
         read = projections_of(layer)
         for name, part in read.items():
             yield from _odd(f"model.layers.{at}.{name}", part, sharded=sharded)
-        for names in (HEADS, GATES):
+        for names in (HEADS, GATES, *MIXED):
             parts = {name: read[name] for name in names if name in read}
             yield from (f"model.layers.{at}.{reason}" for reason in _unlike(parts))
         if not read.keys() >= set(GATES) and not (FAMILIES[kind].experts and not sharded):
@@ -214,15 +230,12 @@ def _odd(name: str, part: nn.Module, *, sharded: bool) -> Iterator[str]:
     """Say what a module computes besides its product, if anything."""
     # an adapted layer has further weights
     try:
-        quantised = projection_of(part).rows_format is not None
+        projection_of(part)
     except UnreadError as error:
         yield f"{name} is {error}"
         return
-    if quantised and sharded:
-        yield f"{name} is quantised, and shared by ranks"
-        return
     axis = next((axis for names, axis in _SHARED.items() if name.endswith(names)), None)
-    found = shared_axis(part.weight) if isinstance(part, nn.Linear) else None
+    found = shared_axis(part.weight) if isinstance(part, nn.Linear | ScaledLinear) else None
     if axis is not None and found != (axis if sharded else None):
         yield f"{name} is shared by ranks along axis {found}, not {axis}"
 

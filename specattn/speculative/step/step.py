@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from specattn.attention.bound import BoundLayers
     from specattn.backends.base import Fillable
+    from specattn.kernels.gated_delta import Nodes
     from specattn.speculative.proposers.proposer import Proposal
     from specattn.speculative.sampling.processors import ProcessorStates
     from specattn.speculative.step.host_buffers import HostBuffers, LogprobBuffers
@@ -85,7 +86,12 @@ class Step:
         self.tree = self._tree()
         mode = ForwardMode.TARGET_VERIFY if self.config.num_steps else ForwardMode.DECODE
         self.verify_plan = self._plan(mode, self.tree.positions, self.tree.words)
-        self.verify_attention = self.target.backend.bind(self.verify_plan)
+        batch, count = self.tree.tokens.shape
+        if "nodes" not in arena:
+            arena["nodes"] = self.target.nodes(batch, count)
+        nodes: Nodes | None = arena["nodes"]
+        self._nodes = None if nodes is None else nodes.bind(batch)
+        self.verify_attention = self.target.backend.bind(self.verify_plan, nodes=self._nodes)
 
     def with_processing(
         self, processors: ProcessorStates, logprobs: LogprobBuffers, bitmask: Tensor | None
@@ -279,7 +285,8 @@ class Step:
     def commit(self, accepted: AcceptResult, features: Tensor) -> None:
         """Move the kept path's KV and features to the front.
 
-        Where nothing proposes, one token was verified, and nobody reads features.
+        Where nothing proposes, one token was verified, and nobody reads features. What the target
+        keeps by row goes on in `advance`: it cannot go back, and what lies between may fail.
 
         Parameters
         ----------
@@ -293,7 +300,8 @@ class Step:
         ValueError
             If the target gives features of another width than the draft reads.
         """
-        self.target.commit(self.verify_plan, accepted)
+        if self.target.shares_prefixes:
+            self.target.commit(self.verify_plan, accepted)
         if not self.bound.reads_path:
             return
         buffers = self.buffers
@@ -340,6 +348,8 @@ class Step:
             Where proposing goes on, from `extend`.
         """
         buffers, states = self.buffers, self.states
+        if not self.target.shares_prefixes:
+            self.target.commit(self.verify_plan, accepted, self._nodes)
         end_step(
             buffers.req_pool_indices,
             buffers.seq_lens,

@@ -11,6 +11,7 @@ from torch import Tensor
 from specattn.batch import Candidates, Linked, Marginals
 from specattn.checks import expect, instance, kind_of, whole_numbers
 from specattn.config import SpecConfig
+from specattn.errors import UnsupportedError
 from specattn.speculative.model import ModelSlot, TargetModel, check_model
 from specattn.speculative.states import RequestStates
 from specattn.trees import validate_tree
@@ -51,11 +52,16 @@ def check_setup(setup: StepSetup) -> None:
         raise ValueError("a backend that plans on the host needs cudagraph='piecewise'")
     for slot in setup.slots[1:]:
         slot.backend.check_indices(options.indices)
+        if slot.by_row():
+            reason = "it has layers with states, whose steps nothing takes back"
+            raise UnsupportedError(f"draft model {type(slot.model).__name__}", [reason])
     if (most := proposer.draft_len(config)) > config.reserve_len:
         raise ValueError(
             f"reserve_len must be at least {most}, what the draft writes past a context, got "
             f"{config.reserve_len}: use config.reserving({most})"
         )
+    # whatever the nodes of a tree leave, so many must be served
+    setup.target.nodes(0, config.num_draft_tokens)
     check_tables(setup)
     proposer.check(config)
 

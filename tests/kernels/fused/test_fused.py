@@ -94,6 +94,11 @@ def test_embeddings_beside_states_and_their_norms(implementation, dtype) -> None
         want = normed if rows is None else normed[rows]
         assert stream.equal(want)
         check(both, torch.cat([norm(table[ids], weights[0]), norm(want, weights[1])], dim=-1))
+    # float32 weights, and norms of another dtype
+    exact = random(2, 40, dtype=torch.float32)
+    both, _ = embed_norm_pair(ids, table, hidden, exact[0], exact[1], EPS, dtype=dtype)
+    assert both.dtype == dtype
+    check(both, torch.cat([norm(table[ids], exact[0]), norm(hidden, exact[1])], dim=-1))
 
 
 @pytest.mark.parametrize("split", [1, 2])
