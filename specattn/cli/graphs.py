@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from specattn.cli.errors import ArgumentError
 from specattn.cli.options import RUNNING, EngineCommand, option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specattn.cuda_graph import GraphReport
 
 _BUCKETS = "1,2,3,4,6,8,10,12,16,20,24,28,32,40,48,64"
 _SAMPLED = "Also capture steps of requests that draw."
@@ -35,6 +40,7 @@ class Graphs(EngineCommand):
     def run(self) -> None:
         """Capture, and print a table or JSON."""
         from specattn.cli.running import Setup
+        from specattn.speculative.prompts.launch import of_prompts
 
         sizes, config = _sizes(self.buckets), self.config()
         if self.draft_sampling and not self.sampled:
@@ -45,18 +51,24 @@ class Graphs(EngineCommand):
         began = time.perf_counter()
         engine = setup.engine(config)
         captures, seconds = engine.graphs()[engine.config], time.perf_counter() - began
-        found = {
-            "device": str(self.place),
-            "recorded": sum(one.recorded for one in captures),
-            "seconds": sum(one.seconds for one in captures),
-            "seconds_with_buffers": seconds,
-            "nbytes": sum(one.nbytes for one in captures),
-            "captures": [asdict(one) for one in captures],
-        }
+        found = {"device": str(self.place), **_taken(captures), "seconds_with_buffers": seconds}
+        found["prompts"] = _taken([one for one in captures if of_prompts(one.part)])
+        kept = engine.target.by_row().values()
+        found["state_nbytes_per_row"] = sum(held[:, :1].nbytes for held in kept)
+        found["captures"] = [asdict(one) for one in captures]
         if self.as_json:
             print(json.dumps(found))
         else:
             show(found)
+
+
+def _taken(captures: Sequence[GraphReport]) -> dict[str, Any]:
+    """Return what captures took together."""
+    return {
+        "recorded": sum(one.recorded for one in captures),
+        "seconds": sum(one.seconds for one in captures),
+        "nbytes": sum(one.nbytes for one in captures),
+    }
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -93,6 +105,8 @@ def show(found: dict[str, Any]) -> None:
     console.print(table(columns, rows, left=("part", "graph", "fingerprint")))
     console.print()
     console.print(_totals(found), soft_wrap=True)
+    if states := found.get("state_nbytes_per_row"):
+        console.print(f"layers with states keep {states / _MIB:.1f} MiB per request")
 
 
 def _totals(found: dict[str, Any]) -> str:
@@ -104,4 +118,11 @@ def _totals(found: dict[str, Any]) -> str:
             f"no graphs were captured on {device}: steps run over the same buffers "
             f"without; {len(found['captures'])} buckets ran once in {times}"
         )
-    return f"{recorded} graphs on {device} in {times}, {found['nbytes'] / _MIB:.1f} MiB in one pool"
+    line = f"{recorded} graphs on {device} in {times}, {found['nbytes'] / _MIB:.1f} MiB in one pool"
+    prompts = found.get("prompts", {})
+    if not prompts.get("recorded"):
+        return line
+    return (
+        f"{line}\nof these {prompts['recorded']} of prompts in {prompts['seconds']:.1f} s, "
+        f"{prompts['nbytes'] / _MIB:.1f} MiB more than steps take"
+    )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from specattn.batch import Candidates
 from specattn.cli.errors import refuse
+from specattn.cli.loading import drafts_itself
 from specattn.cli.options import (
     NOT_TOP_K,
     SPECULATION,
@@ -16,6 +17,7 @@ from specattn.cli.options import (
     option,
 )
 from specattn.cli.prompts import read_prompts
+from specattn.config import AttnConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +49,7 @@ class Inspect(ModelCommand):
 
         found, kind = read_prompts(self.prompt, None), self.draft_kind
         no_head = self.target is not None and self.draft is None
+        no_head = no_head and not (kind == "eagle3" and drafts_itself(self.target or ""))
         refuse(
             (not self.steps, "--steps", "must be at least 1: plain decoding has no tree"),
             (
@@ -72,7 +75,8 @@ class Inspect(ModelCommand):
         for forward, name in _attending(engine).items():
             print(f"{forward:13}  {name}")
         if self.backend == "auto":
-            for choice, reasons in considered(models.target.layers, self.place).items():
+            layers = [one for one in models.target.layers if isinstance(one, AttnConfig)]
+            for choice, reasons in considered(layers, self.place).items():
                 print(choice.told(reasons))
 
 

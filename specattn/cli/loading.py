@@ -17,6 +17,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.text import Text
 
 from specattn.cli.errors import ArgumentError, refuse, stderr
 from specattn.cli.torchrun import local_rank, world_size
@@ -128,10 +129,11 @@ def load_models(  # noqa: PLR0913 - a command's options
     weights, and ``fused`` says whether to fuse each model that has a fused form
     (`specattn.models.fuse`). An ArgumentError or a ModelError names one that is missing, broken, or
     does not fit the other. ``kind`` is one of `options.DRAFT_KINDS`; lookup drafts without a model,
-    or with ``lookup_first`` in front of one. Weights are quantised as the last two say.
+    or with ``lookup_first`` in front of one. A target's own MTP layer is its draft by default.
+    Weights are quantised as the last two say.
     """
     kind = kind if speculative else "none"
-    _check_draft(target, draft, kind)
+    draft = _checked(target, draft, kind)
     with loading_bar():
         from specattn.models import HFTarget, fuse, load_dflash, load_draft, load_lm_draft
         from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
@@ -171,8 +173,11 @@ def load_models(  # noqa: PLR0913 - a command's options
         return Models(*models, found.tokenizer)
 
 
-def _check_draft(target: str | None, draft: str | None, kind: str) -> None:
-    """Refuse names that are empty, and a draft that the kind has no use for, or lacks."""
+def _checked(target: str | None, draft: str | None, kind: str) -> str | None:
+    """Return the draft that is named, or what stands for the target's own.
+
+    Names that are empty are refused, and a draft that the kind has no use for, or lacks.
+    """
     refuse(
         (target == "", "--target", "must not be empty"),
         (draft == "", "--draft", "must not be empty"),
@@ -180,6 +185,10 @@ def _check_draft(target: str | None, draft: str | None, kind: str) -> None:
     if draft is None:
         if kind == "model":
             raise ArgumentError("--draft", "is needed with --draft-kind model")
+        if kind == "eagle3" and target is not None and drafts_itself(target):
+            told = f"specattn: {target} drafts with its own MTP layer (--draft mtp)"
+            stderr().print(Text(told), soft_wrap=True)
+            return "mtp"
         if kind in ("eagle3", "dflash") and target is not None:
             raise ArgumentError(
                 "--draft", "is needed with --target (or --draft-kind lookup, or none)"
@@ -187,6 +196,14 @@ def _check_draft(target: str | None, draft: str | None, kind: str) -> None:
     elif kind in ("lookup", "none"):
         what = "plain decoding" if kind == "none" else f"--draft-kind {kind}"
         raise ArgumentError("--draft", f"must not be given: {what} has no model")
+    return draft
+
+
+def drafts_itself(target: str) -> bool:
+    """Return whether a target has MTP layers that draft."""
+    from specattn.models.mtp_checkpoint import has_mtp
+
+    return has_mtp(target)
 
 
 def shipped(option: str, kind: str = "") -> str:

@@ -43,13 +43,13 @@ _TARGET = (
     "Default: the pair that comes with specattn."
 )
 _DRAFT = (
-    "What drafts for the target: an EAGLE, EAGLE-2, EAGLE-3 or DFlash checkpoint, or "
-    "smollm2-135m, a head that comes with specattn; with --draft-kind model a whole model, "
-    "given as a target is."
+    "What drafts for the target: an EAGLE, EAGLE-2, EAGLE-3 or DFlash checkpoint, "
+    "smollm2-135m, a head that comes with specattn, or mtp, the target's own MTP layer, which is "
+    "the default where it has one; with --draft-kind model a whole model, given as a target is."
 )
 _KIND = (
-    "What drafts: eagle3 (EAGLE heads), dflash, model (a whole model with the target's "
-    "tokenizer), lookup (the text itself) or none."
+    "What drafts: eagle3 (EAGLE heads and MTP layers), dflash, model (a whole model with the "
+    "target's tokenizer), lookup (the text itself) or none."
 )
 #: What may draft.
 DRAFT_KINDS = ("eagle3", "dflash", "model", "lookup", "none")

@@ -8,6 +8,7 @@ from specattn.models.draft import load_dflash, load_draft, load_lm_draft
 from specattn.models.eagle import Eagle3Head, EagleHead
 from specattn.models.fused.target import FusedTarget, fuse
 from specattn.models.hf import HFTarget
+from specattn.models.mtp import MtpHead
 from specattn.models.quantisation import quantise_model
 from specattn.speculative.proposers.standalone import LMDraft
 
@@ -18,6 +19,7 @@ __all__ = [
     "FusedTarget",
     "HFTarget",
     "LMDraft",
+    "MtpHead",
     "fuse",
     "load_dflash",
     "load_draft",

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from specattn.autocast import without_autocast
+from specattn.config import AttnConfig
 from specattn.errors import ModelError
 from specattn.models.builder import HeadBuilder
 from specattn.models.checkpoint import Checkpoint
@@ -20,6 +21,8 @@ from specattn.models.head_settings import (
 )
 from specattn.models.hf import HFTarget
 from specattn.models.hub import blaming
+from specattn.models.mtp_builder import MtpBuilder
+from specattn.models.mtp_checkpoint import MtpCheckpoint, is_mtp
 from specattn.models.quantisation import check_format
 from specattn.models.vocabulary import (
     check_head_tokenizer,
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
     from specattn.models.builder import Shapes, Target
     from specattn.models.eagle import DraftHead
+    from specattn.models.mtp import MtpHead
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +56,10 @@ def load_draft(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     quantization: str | None = None,
-) -> EagleHead | Eagle3Head:
-    """Load an EAGLE, EAGLE-2 or EAGLE-3 head for a target.
+) -> EagleHead | Eagle3Head | MtpHead:
+    """Load an EAGLE head for a target, or its own MTP layer.
+
+    The head is of EAGLE, EAGLE-2 or EAGLE-3.
 
     The head reads the hidden states of its ``features``: run it with
     ``target.with_features(head.features)``.
@@ -61,8 +67,9 @@ def load_draft(
     Parameters
     ----------
     path_or_id : str or Path
-        A folder with ``config.json`` and weights, the name of a repository on the Hub, or
-        ``smollm2-135m``: the head for SmolLM2-135M-Instruct that comes with the package.
+        A folder with ``config.json`` and weights, the name of a repository on the Hub,
+        ``smollm2-135m``: the head for SmolLM2-135M-Instruct that comes with the package, or
+        ``mtp``: the first MTP layer in the target's own checkpoint, applied again for every token.
     target : HFTarget or FusedTarget
         The target model. A head without an embedding or output projection shares the target's.
     dtype, device : optional
@@ -80,6 +87,8 @@ def load_draft(
         If ``target`` is none, such as a model of transformers itself; if ``quantization`` is none
         of the known ways.
     """
+    if is_mtp(path_or_id):
+        return _mtp(target, dtype=dtype, device=device, quantization=quantization)
     builds = {"eagle": _eagle, "eagle3": _eagle3}
     head: EagleHead | Eagle3Head = _load(
         path_or_id, target, builds, dtype=dtype, device=device, quantization=quantization
@@ -179,6 +188,9 @@ def lm_draft(model: HFTarget, target: Target) -> LMDraft:
     """
     found, wanted = vocabulary(model), vocabulary(target)
     name = model.name or f"the draft ({model.config.model_type})"
+    if not all(isinstance(layer, AttnConfig) for layer in model.layers):
+        why = "has layers with recurrent states, which go on by what is kept alone: it cannot draft"
+        raise ModelError("draft", f"{name} {why}")
     if found is not None and wanted is not None:
         check_vocabulary(name, found, wanted, "its tokenizer")
     elif model.vocab_size != target.vocab_size:
@@ -212,6 +224,23 @@ def _load(
         check_head_tokenizer(checkpoint.folder, checkpoint.name, target)
         dtype, device = dtype or target.dtype, device or target.device
         return build(HeadBuilder(checkpoint, target, dtype, device, quantization))
+
+
+@without_autocast
+def _mtp(
+    target: Target,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    quantization: str | None,
+) -> MtpHead:
+    """Load a target's own MTP layer."""
+    check_model("target", target, _TARGET)
+    check_format("quantization", quantization)
+    dtype, device = dtype or target.dtype, device or target.device
+    checkpoint = MtpCheckpoint.of_target(target, dtype)
+    with blaming("draft", checkpoint.name):
+        return MtpBuilder(checkpoint, target, dtype, device, quantization).head()
 
 
 def _eagle(head: HeadBuilder) -> EagleHead:

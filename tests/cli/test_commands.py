@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
 import transformers
 
+from specattn.cli import graphs, running
 from tests.cli.command import ON_CPU, PROMPT, plain_tokens, refused, run, tokenizer
 
 
@@ -28,6 +30,37 @@ def test_graphs_says_what_capturing_takes():
     table = run("graphs", *options, "--cudagraph", "piecewise", "--tree", "best_first").stdout
     assert re.search(r"2 +target_verify +3 +\d+ ms +0.0 MiB +no +[0-9a-f]{12}", table)
     assert "no graphs were captured on cpu" in table
+
+
+def test_graphs_says_what_prompts_take_apart(monkeypatch, capsys):
+    """As a GPU captures them: behind the steps, by buckets of tokens."""
+    made = running.Setup.engine
+
+    def with_prompts(setup, config):
+        options = setup.options | {"prompt_buckets": (8, 16)}
+        return made(replace(setup, options=options), config)
+
+    monkeypatch.setattr(running.Setup, "engine", with_prompts)
+    options = ["--steps", "2", "--buckets", "2", "--sampled", *ON_CPU]
+    found = json.loads(run("graphs", *options, "--json").stdout)
+    named = [(one["part"], one["bucket"]) for one in found["captures"]]
+    assert named[:2] == [("step", 2), ("step (sampled)", 2)]
+    assert sorted(named[2:]) == [
+        ("first tokens", 8),
+        ("first tokens (sampled)", 8),
+        *(("prompts", size) for size in (8, 16)),
+        *(("prompts' drafts", size) for size in (8, 16)),
+    ]
+    seconds = [one["seconds"] for one in found["captures"]]
+    assert found["prompts"]["seconds"] == pytest.approx(sum(seconds[2:]))
+    for at, one in enumerate(found["captures"]):
+        one |= {"recorded": True, "nbytes": (2 + (at > 1)) << 20}
+    found |= {"recorded": 8, "nbytes": 22 << 20}
+    found["prompts"] |= {"recorded": 6, "nbytes": 18 << 20}
+    graphs.show(found)
+    *_, steps, prompts = capsys.readouterr().out.splitlines()
+    assert steps.startswith("8 graphs on cpu in ")
+    assert re.fullmatch(r"of these 6 of prompts in .* s, 18.0 MiB more than steps take", prompts)
 
 
 def test_help_says_what_memory_graphs_counts():

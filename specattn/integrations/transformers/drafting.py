@@ -16,7 +16,7 @@ from specattn.checks import instance, kind_of, whole_number
 from specattn.config import SpecConfig
 from specattn.errors import ModelError
 from specattn.kernels.lookup import MAX_NGRAM
-from specattn.models import DFlashHead, Eagle3Head, EagleHead, HFTarget, load_draft
+from specattn.models import DFlashHead, Eagle3Head, EagleHead, HFTarget, MtpHead, load_draft
 from specattn.models.draft import lm_draft
 from specattn.models.hub import PAIR
 from specattn.models.probe import probe_layers
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 # drafts that read features of the target
-_HEADS = EagleHead | Eagle3Head | DFlashHead
+_HEADS = EagleHead | Eagle3Head | DFlashHead | MtpHead
 # the deepest tree
 _MOST_TOKENS = 64
 # transformers looks for two last tokens, and then for one

@@ -14,6 +14,7 @@ from specattn.engine.engine import Engine
 from specattn.integrations.transformers.drafting import features_for, target_of, weights_of
 from specattn.kernels.launch import power_of_2
 from specattn.models.interface import INTERFACE, ModelState
+from specattn.models.mixers import supply_mixers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -68,6 +69,7 @@ def _attending(model: Any) -> Iterator[None]:
     try:
         model.eval()
         model.set_attn_implementation(INTERFACE)
+        supply_mixers(model)
         # tensors that are kept must not be those of somebody's inference mode
         with place, torch.inference_mode(False), torch.no_grad():
             yield

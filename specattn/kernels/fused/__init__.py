@@ -134,8 +134,9 @@ def embed_norm_pair(
     eps: float,
     *,
     rows: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Norm embeddings and hidden states, side by side (EAGLE-3).
+    """Norm embeddings and hidden states, side by side (EAGLE-3, MTP).
 
     Parameters
     ----------
@@ -151,15 +152,18 @@ def embed_norm_pair(
         Added to the mean of squares.
     rows : Tensor, optional
         ``[T]`` int64, each token's row of ``hidden``; row i for token i if None.
+    dtype : torch.dtype, optional
+        Of the norms; that of ``hidden_weight`` if None.
 
     Returns
     -------
     tuple of Tensor
         The norms ``[T, 2 H]``, and the hidden states ``[T, H]`` that were normed.
     """
+    dtype = dtype or hidden_weight.dtype
     if on_triton(hidden):
         count, size = len(ids), hidden.shape[1]
-        out = hidden_weight.new_empty(count, 2 * size)
+        out = hidden_weight.new_empty(count, 2 * size, dtype=dtype)
         chosen = None if rows is None else hidden.new_empty(count, size)
         if count:
             launch.norm_pair_kernel[count, 2](
@@ -180,7 +184,6 @@ def embed_norm_pair(
         return out, hidden if chosen is None else chosen
     if rows is not None:
         hidden = hidden[rows]
-    dtype = hidden_weight.dtype
     pair = (
         _norm(table[ids].to(dtype), embed_weight, eps),
         _norm(hidden.to(dtype), hidden_weight, eps),
@@ -305,10 +308,10 @@ def qk_norm_rope_store_kv(
         new_q, new_k = _norm(new_q, of_q, rotation.eps), _norm(new_k, of_k, rotation.eps)
     table = rotation.table
     cosine, sine = table[positions.clamp(max=len(table) - 1)][:, None].chunk(2, dim=-1)
-    q.copy_(_rotate(new_q, cosine, sine))
+    q.copy_(rotate(new_q, cosine, sine))
     if slots is None:
         slots = torch.arange(count, dtype=torch.int32, device=q.device)[:, None]
-    new_k, new_v = _rotate(new_k, cosine, sine).to(q.dtype), new_v.to(q.dtype)
+    new_k, new_v = rotate(new_k, cosine, sine).to(q.dtype), new_v.to(q.dtype)
     store_kv(new_k, new_v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -317,7 +320,11 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate each dimension with that half a head behind it.
+
+    ``x`` is ``[..., D]``; ``cosine`` and ``sine`` are those of D / 2 angles.
+    """
     low, high = x.chunk(2, dim=-1)
     return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)
 
