@@ -14,18 +14,18 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specattn.config import AttnConfig
-from specattn.models.fused.block import Block, GatedFeed, RotaryTable
+from specattn.config import FLOAT8, AttnConfig
+from specattn.models.fused.block import GATES, HEADS, Block, GatedFeed, RotaryTable
 from specattn.models.fused.projection import Projection
 from specattn.models.fused.readers import output_projection
-from specattn.models.fused.scaled import quantise
+from specattn.models.fused.scaled import ScaledProjection, quantise
 from specattn.models.head_settings import named, read_logit_scale, read_rotated
 from specattn.models.hf import rescaling_length
 from specattn.models.hub import count_from_first, first_line
 from specattn.models.vocabulary import check_padding, target_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from specattn.models.checkpoint import Checkpoint
     from specattn.models.fused.target import FusedTarget
@@ -54,9 +54,11 @@ _OTHERS = (
     "max_position_embeddings",
 )
 
-# The weights of a layer whose rows are dimensions that are rotated.
-_ROTATED = {f"self_attn.{n}_proj.{kind}" for n in "qk" for kind in ("weight", "bias")}
-_ROTATED |= {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+# The modules and norms of a layer whose rows are dimensions that are rotated.
+_ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
+_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+# The name of scales here, behind that of their module.
+_SCALE = "weight_scale"
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,36 +131,74 @@ class HeadBuilder:
         return {f"{layer}{name}.weight": shape for name, shape in shapes.items()}
 
     def read(self, shapes: Shapes) -> dict[str, Tensor]:
-        """Return the checkpoint's weights: those of ``shapes``, and what is optional."""
-        checkpoint, file = self.checkpoint, self.checkpoint.weights
-        found = {key: one for key, one in checkpoint.tensors.items() if key not in ("d2t", "t2d")}
+        """Return the checkpoint's weights: those of ``shapes``, and what is optional.
+
+        Float8 weights keep their dtype, and have scales beside them.
+        """
+        checkpoint, file, found = self.checkpoint, self.checkpoint.weights, self._named()
+        wanted = self._wanted(shapes, found)
+        missing, unknown = wanted.keys() - found.keys(), found.keys() - wanted.keys()
+        for what, keys in (("lacks the", missing), ("has an unknown", unknown)):
+            if keys:
+                names = count_from_first([checkpoint.spelled(key) for key in keys])
+                raise checkpoint.wrong(f"{what} tensor {names} in {file}")
+        for key, tensor in found.items():
+            scaled = f"{key.removesuffix('weight')}{_SCALE}" in wanted
+            suits = tensor.is_floating_point() and (tensor.dtype == FLOAT8) == scaled
+            if tensor.shape != wanted[key] or not suits:
+                kind = "float8" if scaled else "floating point"
+                if tensor.dtype == FLOAT8 and not scaled:
+                    kind = "scales for it, or other floating point"
+                what = f"{checkpoint.spelled(key)} of {tensor.dtype} {list(tensor.shape)}"
+                raise checkpoint.wrong(
+                    f"has a tensor {what} in {file}; expected {kind} {list(wanted[key])}"
+                )
+        weights = {key: one.to(self.device, self._dtype_of(key, one)) for key, one in found.items()}
+        for key, one in weights.items():
+            # a sum reads each weight once, and needs no memory
+            numbers = one.to(self.dtype) if one.dtype == FLOAT8 else one
+            if not numbers.sum(dtype=torch.float32).isfinite():
+                name = checkpoint.spelled(key)
+                raise checkpoint.wrong(f"has NaN or infinite weights in {name} in {file}")
+        return weights
+
+    def _wanted(self, shapes: Shapes, found: Mapping[str, Tensor]) -> Shapes:
+        """Return the shapes of a checkpoint's weights, optional ones too."""
         size, own = self.config.hidden_size, self.config.vocab_size
         ends = {
             "embed_tokens.weight": (own, size),
             "lm_head.weight": (own if self.mapped is None else len(self.mapped), size),
         }
         wanted = shapes | {key: shape for key, shape in ends.items() if key in found}
-        # Any projection may have a bias, as those of heads for Qwen2 have.
+        scales = self.checkpoint.scales
         for key, shape in list(wanted.items()):
-            bias = key.removesuffix("weight") + "bias"
-            if bias in found and bias.endswith(("_proj.bias", "fc.bias", "lm_head.bias")):
+            if not key.endswith(("_proj.weight", "fc.weight", "lm_head.weight")):
+                continue
+            # Any projection may have a bias, as those of heads for Qwen2 have.
+            if (bias := key.removesuffix("weight") + "bias") in found:
                 wanted[bias] = shape[:1]
-        if missing := wanted.keys() - found.keys():
-            raise checkpoint.wrong(f"lacks the tensor {count_from_first(missing)} in {file}")
-        if unknown := found.keys() - wanted.keys():
-            raise checkpoint.wrong(f"has an unknown tensor {count_from_first(unknown)} in {file}")
-        for key, tensor in found.items():
-            if tensor.shape != wanted[key] or not tensor.is_floating_point():
-                raise checkpoint.wrong(
-                    f"has a tensor {key} of {tensor.dtype} {list(tensor.shape)} in {file}; "
-                    f"expected floating point {list(wanted[key])}"
-                )
-        weights = {key: one.to(self.device, self.dtype) for key, one in found.items()}
-        for key, one in weights.items():
-            # a sum reads each weight once, and needs no memory
-            if not one.sum(dtype=torch.float32).isfinite():
-                raise checkpoint.wrong(f"has NaN or infinite weights in {key} in {file}")
-        return weights
+            if scales is not None and (scale := key.removesuffix("weight") + _SCALE) in found:
+                wanted[scale] = scales.shape(shape)
+        return wanted
+
+    def _dtype_of(self, key: str, stored: Tensor) -> torch.dtype:
+        if stored.dtype == FLOAT8:
+            return FLOAT8
+        return torch.float32 if key.endswith(_SCALE) else self._dtype(key)
+
+    def _named(self) -> dict[str, Tensor]:
+        """Return the checkpoint's weights; scales have one name, whatever it calls them."""
+        scales, found = self.checkpoint.scales, {}
+        for key, tensor in self.checkpoint.tensors.items():
+            if scales is not None and key.endswith(f".{scales.name}"):
+                key = f"{key.removesuffix(scales.name)}{_SCALE}"
+            if key not in ("d2t", "t2d"):
+                found[key] = tensor
+        return found
+
+    def _dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of a plain weight."""
+        return self.dtype
 
     def parts(
         self,
@@ -203,19 +243,25 @@ class HeadBuilder:
                 for key, one in weights.items()
                 if key.startswith(layer)
             }
-            own |= {
-                key: own[key].unflatten(0, (-1, config.head_dim))[:, order].flatten(0, 1)
-                for key in own.keys() & _ROTATED
-                if order is not None
-            }
-            names = [key.removesuffix(".weight") for key in own if key.endswith("_proj.weight")]
-            projections = {name: self._projection(own, name) for name in names}
+            for key in own.keys() & _NORMS if order is not None else ():
+                own[key] = own[key][order]
+            projections = self._projections(own, order)
+            self._check_alike(projections)
             feed = GatedFeed.of_weights(projections, config)
             shape = replace(geometry, window_left=window)
             block = Block.of_weights(projections, own, rotary, shape, feed)
             block.prepare()
             found.append(block)
         return tuple(found)
+
+    def _projections(
+        self, own: dict[str, Tensor], order: Tensor | None = None
+    ) -> dict[str, Projection]:
+        """Return a layer's projections by name; heads' dimensions have another ``order``."""
+        names = [key.removesuffix(".weight") for key in own if key.endswith("_proj.weight")]
+        return {
+            name: self._projection(own, name, order if name in _ROTATED else None) for name in names
+        }
 
     def _rotary(self) -> tuple[RotaryTable, Tensor | None]:
         """Return the rotations, and the order of dimensions ``[D]`` for them.
@@ -271,6 +317,32 @@ class HeadBuilder:
                 )
         return lm_head if lm_head.out_features == count else lm_head.rows(0, count)
 
-    def _projection(self, weights: dict[str, Tensor], name: str) -> Projection:
-        plain = Projection(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-        return plain if self.quantization is None else quantise(plain, self.quantization)
+    def _projection(
+        self, weights: dict[str, Tensor], name: str, order: Tensor | None = None
+    ) -> Projection:
+        """Return a projection, the rows of each head in another order."""
+        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        found = Projection(weight, bias)
+        if (scale := weights.get(f"{name}.{_SCALE}")) is not None:
+            assert self.checkpoint.scales is not None
+            height = self.checkpoint.scales.height
+            found = ScaledProjection(weight, bias, scale=scale, height=height)
+        if order is not None:
+            heads = torch.arange(len(weight), device=weight.device).view(-1, len(order))
+            found = found.reordered(heads[:, order].flatten())
+        if self.quantization is None:
+            return found
+        try:
+            return quantise(found, self.quantization)
+        except ValueError as error:
+            raise self.checkpoint.wrong(f"has {name}.weight in FP8: {error}") from error
+
+    def _check_alike(self, projections: Mapping[str, Projection]) -> None:
+        """Refuse parts of one product of which some are quantised."""
+        for names in (HEADS, GATES):
+            first, *others = (name for name in names if name in projections)
+            for name in others:
+                if projections[name].rows_format != projections[first].rows_format:
+                    raise self.checkpoint.wrong(
+                        f"has {first}.weight and {name}.weight of different formats"
+                    )

@@ -9,15 +9,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specattn.errors import ModelError
 from specattn.models.hub import fetch, is_damage, is_gguf
+from specattn.models.scales import scales_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    from specattn.models.scales import Scales
 
 
 # The index of shards and the single file of each format, in the order of preference.
@@ -30,6 +33,15 @@ _FILES = (
 # Objects of config.json whose settings count as its own.
 _NESTED = ("transformer_layer_config", "eagle_config", "dflash_config")
 _FETCHED = ["*.json", "*.safetensors", "pytorch_model*.bin"]
+
+
+def says_dflash(settings: Mapping[str, Any]) -> bool:
+    """Return whether a head's ``config.json`` says that it is a DFlash head."""
+    architectures = " ".join(settings.get("architectures") or ()).lower()
+    # newer layouts have at the top level what others nest in dflash_config
+    nested = "dflash_config" in settings or {"block_size", "mask_token_id"} <= settings.keys()
+    stated = settings.get("speculators_model_type") == "dflash"
+    return stated or nested or "dflash" in architectures
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +73,7 @@ class Checkpoint:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """``config.json``, of a head that is served and of plain weights.
+        """``config.json``, of a head that is served.
 
         What is nested in its ``eagle_config`` or ``dflash_config`` wins over it, and it wins over
         what is nested in its ``transformer_layer_config`` (of vLLM's speculators).
@@ -76,12 +88,19 @@ class Checkpoint:
         settings: dict[str, Any] = layer | stated | eagle | dflash
         if any("medusa" in key for key in settings):
             raise self.wrong("is a Medusa head, no EAGLE head")
-        if quantized := settings.get("quantization_config"):
-            raise self.wrong(
-                f"is quantised (quant_method {quantized.get('quant_method')!r}); expected plain "
-                "weights, and no quantization_config in config.json"
-            )
         return settings
+
+    @cached_property
+    def scales(self) -> Scales | None:
+        """Where float8 weights have their scales; None if all weights are plain."""
+        stated = self.settings.get("quantization_config")
+        try:
+            return scales_of(stated) if stated else None
+        except ValueError as error:
+            raise self.wrong(
+                f"is quantised ({error}); expected plain weights, or FP8 in blocks of 128 x 128 or "
+                "by channels, and dynamic activation scales"
+            ) from error
 
     @property
     def by_speculators(self) -> bool:
@@ -105,9 +124,7 @@ class Checkpoint:
         if stated not in (None, "eagle", "eagle3", "dflash"):
             known = "; known are 'eagle', 'eagle3' and 'dflash'"
             raise self.wrong_setting("speculators_model_type", known)
-        # newer layouts have at the top level what others nest in dflash_config
-        nested = "dflash_config" in settings or {"block_size", "mask_token_id"} <= settings.keys()
-        if stated == "dflash" or nested or "dflash" in architectures:
+        if says_dflash(settings):
             return "dflash"
         marks = ("midlayer.", ".hidden_norm.", "d2t")
         if "eagle3" in architectures or any(mark in key for key in self._stored for mark in marks):
@@ -128,6 +145,10 @@ class Checkpoint:
             if not short.endswith("rotary_emb.inv_freq"):
                 renamed[short] = tensor
         return renamed
+
+    def spelled(self, key: str) -> str:
+        """Return what a message calls one of `tensors`."""
+        return key
 
     def wrong(self, message: str) -> ModelError:
         """Return the error that tells what is wrong with this draft."""
@@ -166,23 +187,33 @@ class Checkpoint:
     @cached_property
     def _stored(self) -> dict[str, Tensor]:
         """The tensors under the names that they are stored by."""
-        files = [self.weights]
-        if self.weights.endswith(".json"):
-            shards = self._object(self.weights).get("weight_map")
-            if not isinstance(shards, dict):
-                raise self.wrong(f"has no weight_map in {self.weights}")
-            files = sorted(set(shards.values()))
+        files = {self.weights}
+        if (shards := self._shards()) is not None:
+            files = {file for name, file in shards.items() if self._wants(name)}
         tensors: dict[str, Tensor] = {}
-        for file in files:
+        for file in sorted(files):
             tensors |= self._file(self.folder / file)
         return tensors
+
+    def _shards(self) -> dict[str, str] | None:
+        """Return the file of each tensor; None where there is one file."""
+        if not self.weights.endswith(".json"):
+            return None
+        shards: Any = self._object(self.weights).get("weight_map")
+        if not isinstance(shards, dict):
+            raise self.wrong(f"has no weight_map in {self.weights}")
+        return shards
+
+    def _wants(self, name: str) -> bool:
+        """Whether a stored tensor is the draft's."""
+        return True
 
     def _file(self, path: Path) -> dict[str, Tensor]:
         if not path.is_file():
             raise self.wrong(f"lacks the file {path.name}")
         try:
             if path.suffix == ".safetensors":
-                found: Any = load_file(path)
+                found: Any = self._read(path)
             else:
                 found = torch.load(path, map_location="cpu", weights_only=True)
         except (SafetensorError, EOFError, RuntimeError) as error:
@@ -200,6 +231,14 @@ class Checkpoint:
             raise self.wrong(f"has a {kind} in {path.name}; expected a dict of tensors by name")
         tensors: dict[str, Tensor] = found
         return tensors
+
+    def _read(self, path: Path) -> dict[str, Tensor]:
+        """Read the wanted tensors of a file of safetensors."""
+        with safe_open(path, "pt") as file:
+            return self._wanted(file)
+
+    def _wanted(self, file: Any) -> dict[str, Tensor]:
+        return {name: file.get_tensor(name) for name in file.keys() if self._wants(name)}  # noqa: SIM118 - no dict
 
     def _object(self, file: str) -> dict[str, Any]:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,8 +65,6 @@ def load_causal(
     if tp_plan is not None and is_gguf(name):
         raise ModelError("target", f"{name} is a GGUF file, whose weights are not sharded")
     check_format("quantization", quantization)
-    if tp_plan is not None and quantization is not None:
-        raise ModelError("target", f"{name} is sharded, and weights of ranks are not quantised")
     with blaming("target", name), _source_of(name) as (folder, file):
         if file:
             _check_whole(name)
@@ -74,8 +72,7 @@ def load_causal(
         config = AutoConfig.from_pretrained(folder, **file, trust_remote_code=False)
         _check_causal(name, config)
         plain = _dequantised(name, config, is_file=bool(file))
-        # shards are transformers' own modules', which multiply no float8 without a GPU
-        with keeping_fp8(config) if tp_plan is None else nullcontext():
+        with keeping_fp8(config):
             module, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 **file,
@@ -96,11 +93,11 @@ def load_causal(
             _add_ends(name, module.generation_config)
         if dtype is not None and plain and not file:
             _convert_experts(module, dtype)
+        read_quantised(module)
         if process_group(module) is None:
-            read_quantised(module)
             module = module.to(device)
-            if quantization is not None:
-                quantise_model(module, quantization)
+        if quantization is not None:
+            quantise_model(module, quantization)
     return module, name
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from specattn.errors import ModelError
-from specattn.models.fused.readers import UnreadError, projection_of
+from specattn.models.fused.readers import CutError, UnreadError, check_blocks, projection_of
 from specattn.models.fused.scaled import (
     FORMATS,
     ScaledLinear,
     ScaledProjection,
-    as_weights_alone,
     quantise,
 )
+from specattn.models.scales import unread_blocks
+from specattn.models.shards import is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,8 +61,8 @@ def quantise_model(model: nn.Module, kind: str) -> None:
     Raises
     ------
     ModelError
-        If the model has no such module, or is quantised in another way. ``argument`` is
-        "quantization".
+        If the model has no such module, or is quantised in another way; if ranks share a weight in
+        a way that is not served, or one has a part of a block. ``argument`` is "quantization".
     ValueError
         If ``kind`` is none of these.
     """
@@ -72,19 +74,21 @@ def quantise_model(model: nn.Module, kind: str) -> None:
     if not found:
         raise ModelError("quantization", "the model has no nn.Linear to quantise")
     for name, part in found:
-        model.set_submodule(name, ScaledLinear(_quantised(name, part, kind)))
+        model.set_submodule(name, ScaledLinear(_quantised(model, name, part, kind), part.weight))
 
 
-def _quantised(name: str, part: nn.Module, kind: str) -> ScaledProjection:
-    before = projection_of(part)
-    if not isinstance(before, ScaledProjection):
-        return quantise(before, kind)
-    if kind == "fp8-weights":
-        return as_weights_alone(before)
-    by_channel = before.scale.shape[1] == 1 and before.height == 1
-    if before.terms == 1 and (kind == "fp8-channel") == by_channel:
-        return before
-    raise ModelError("quantization", f"{kind!r} is not how {name} is quantised already")
+def _quantised(model: nn.Module, name: str, part: Any, kind: str) -> ScaledProjection:
+    if not _is_shared_so(model, name, part):
+        raise ModelError("quantization", f"{name} is shared by ranks in a way of its own")
+    try:
+        if kind != "fp8-channel":
+            check_blocks(part.weight)
+        return quantise(projection_of(part), kind)
+    except ValueError as error:
+        why = f"{kind!r} is not how {name} is quantised already"
+        raise ModelError("quantization", why) from error
+    except CutError as error:
+        raise ModelError("quantization", f"{name} is {error}") from error
 
 
 def read_quantised(model: nn.Module) -> None:
@@ -92,11 +96,26 @@ def read_quantised(model: nn.Module) -> None:
 
     It multiplies where theirs do not: without kernels from the Hub, and on a CPU. Those whose
     weights are not read stay as they are.
+
+    Raises
+    ------
+    ModelError
+        If ranks share weights so that one has a part of a block: no module multiplies these.
+        ``argument`` is "target".
     """
     for name, part in list(model.named_modules()):
-        found = _read(part)
-        if found is not None:
-            model.set_submodule(name, ScaledLinear(found))
+        try:
+            found = _read(part)
+        except CutError as error:
+            raise ModelError("target", f"{name} is {error}") from error
+        if found is not None and _is_shared_so(model, name, part):
+            model.set_submodule(name, ScaledLinear(found, part.weight))
+
+
+def _is_shared_so(model: Any, name: str, part: nn.Module) -> bool:
+    """Return whether a `ScaledLinear` does what ranks do."""
+    plan = model.tp_plan if is_sharded(part) else {}
+    return not plan or plan.get(re.sub(r"\d+", "*", name)) in ("colwise", "rowwise")
 
 
 def prepare(model: nn.Module) -> None:
@@ -110,10 +129,13 @@ def _read(part: nn.Module) -> ScaledProjection | None:
     """Return the numbers of an FP8 module of transformers."""
     if isinstance(part, ScaledLinear):
         return None
-    with suppress(UnreadError):
+    try:
         found = projection_of(part)
-        return found if isinstance(found, ScaledProjection) else None
-    return None
+    except CutError:
+        raise
+    except UnreadError:
+        return None
+    return found if isinstance(found, ScaledProjection) else None
 
 
 @contextmanager
@@ -125,7 +147,11 @@ def keeping_fp8(config: Any) -> Iterator[None]:
     stated = getattr(config, "quantization_config", None) or {}
     text = config.get_text_config(decoder=True)
     known = stated.get("quant_method") == "fp8" and not stated.get("dequantize")
-    read = known and _is_read(stated) and not any(getattr(text, key, None) for key in _EXPERTS)
+    read = (
+        known
+        and not unread_blocks(stated)
+        and not any(getattr(text, key, None) for key in _EXPERTS)
+    )
     if not read or torch.cuda.is_available():
         yield
         return
@@ -137,12 +163,3 @@ def keeping_fp8(config: Any) -> Iterator[None]:
         yield
     finally:
         FineGrainedFP8HfQuantizer.validate_environment = before
-
-
-def _is_read(stated: dict[str, Any]) -> bool:
-    """Whether modules of these settings are read."""
-    return (
-        stated.get("activation_scheme", "dynamic") == "dynamic"
-        and list(stated.get("weight_block_size") or ()) == [128, 128]
-        and stated.get("scale_fmt", "float") == "float"
-    )

@@ -39,6 +39,17 @@ def shared_axis(weight: Tensor) -> int | None:
     return next((one.dim for one in placements if isinstance(one, Shard)), None)
 
 
+def cuts(weight: Tensor, unit: int) -> bool:
+    """Return whether a rank's share is no multiple of ``unit``."""
+    axis = shared_axis(weight)
+    if axis is None:
+        return False
+    size, ranks = weight.shape[axis], weight.device_mesh.size()  # type: ignore[attr-defined]
+    # all ranks but the last have as many as the first
+    share: int = -(-size // ranks)
+    return share < size and share % unit != 0
+
+
 def sum_over(group: ProcessGroup, x: Tensor) -> Tensor:
     """Add up every rank's ``x`` in place."""
     dist.all_reduce(x, group=group)

@@ -36,6 +36,8 @@ def test_products(bias) -> None:
     close(one.gated(x), gate * gate.sigmoid() * up)
     close(one.rows(3).product(x), want[:, 3:])
     close(one.rows(2, 9).product(x), want[:, 2:9])
+    order = torch.randperm(OUT)
+    close(one.reordered(order).product(x), want[:, order])
     close(one.without_bias().product(x), result(Projection(one.weight), x))
     assert (one.in_features, one.out_features, one.dtype) == (IN, OUT, torch.float32)
     assert one.nbytes == IN * OUT * 4

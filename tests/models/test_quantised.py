@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from specattn import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import ModelError
-from specattn.kernels.fused.fp8 import scale_blocks
+from specattn.kernels.fused.fp8 import scale_blocks, scale_channels
 from specattn.models import FusedTarget, HFTarget, fuse, load_draft, load_lm_draft
 from specattn.models.fused import scaled
 from specattn.models.fused.projection import Projection
@@ -75,6 +75,11 @@ def test_every_method_of_a_projection(kind, bias) -> None:
     for first, end in ((3, None), (2, 9), (128, 256)):
         assert off(one.rows(first, end).product(x), want[:, first:end]) < 1e-6
     assert off(one.without_bias().product(x), alone) < 1e-6
+    # over blocks, and inside of them
+    inside = torch.arange(OUT).view(-1, 4).flip(1).flatten()
+    for order, height in ((torch.randperm(OUT), 1), (inside, one.height)):
+        moved = one.reordered(order)
+        assert (moved.height, off(moved.product(x), want[:, order]) < 1e-6) == (height, True)
     assert (one.in_features, one.out_features, one.dtype) == (IN, OUT, None)
     scales = {"fp8-channel": OUT}.get(kind, 3 * 3)
     assert one.nbytes == IN * OUT + 4 * scales
@@ -85,6 +90,17 @@ def test_every_method_of_a_projection(kind, bias) -> None:
     assert off(alone, x.double() @ plain.weight.double().T) < 6e-2
     lost = off(alone, x.double() @ weight_of(one).T)
     assert lost < 1e-3 if kind == "fp8-weights" else 1e-2 < lost < 6e-2
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_large_weight_is_quantised_in_parts(kind) -> None:
+    plain = Projection(torch.randn(2 * 64 * 128 + 200, 130), combine=torch.neg, size=7)
+    one = quantise(plain, kind)
+    scale = scale_channels if kind == "fp8-channel" else scale_blocks
+    whole = scale(plain.weight)
+    assert one.weight.view(torch.uint8).equal(whole.values.view(torch.uint8))
+    assert one.scale.equal(whole.scale)
+    assert (one.height, one.combine, one.size) == (whole.height, torch.neg, 7)
 
 
 def test_what_is_lent_is_the_projections_own_memory() -> None:
@@ -296,8 +312,6 @@ def test_what_cannot_be_quantised(tiny, tmp_path) -> None:
         load_draft(tmp_path, target, quantization="int4")
     with pytest.raises(ValueError, match="quantization must be"):
         HFTarget.from_pretrained(tmp_path, quantization="int4")
-    with pytest.raises(ModelError, match="weights of ranks are not quantised"):
-        HFTarget.from_pretrained(tmp_path, quantization="fp8", tp_plan="auto")
 
 
 def test_parts_that_are_quantised_in_another_way_are_not_packed(tiny) -> None:

@@ -2,7 +2,7 @@
 
 A dtype of weights is a class, with a row in the table of each reader: that of
 `specattn.models.fused.readers` for modules of transformers, that of
-`specattn.integrations.sglang.fused` for SGLang's.
+`specattn.integrations.sglang.readers` for SGLang's.
 """
 
 from __future__ import annotations
@@ -114,6 +114,11 @@ class Projection:
         """Return the projection to the columns ``[first, end)`` of the result."""
         bias = None if self.bias is None else self.bias[first:end]
         return replace(self, weight=self.weight[first:end], bias=bias)
+
+    def reordered(self, order: Tensor) -> Self:
+        """Return the projection to the columns ``order [out]`` of the result."""
+        bias = None if self.bias is None else self.bias[order]
+        return replace(self, weight=self.weight[order], bias=bias)
 
     def summed(self, group: ProcessGroup) -> Self:
         """Return the projection of ranks that share its columns."""

@@ -12,7 +12,7 @@ from specattn.config import FLOAT8
 from specattn.kernels.fused.fp8 import BLOCK
 from specattn.models.fused.projection import ModuleProjection, Projection, own_bias
 from specattn.models.fused.scaled import ScaledLinear, ScaledProjection
-from specattn.models.shards import is_sharded, own
+from specattn.models.shards import cuts, is_sharded, own, shared_axis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,6 +27,10 @@ class UnreadError(Exception):
     """What a module is whose weight is not read."""
 
 
+class CutError(UnreadError):
+    """What a module is of whose blocks ranks have parts."""
+
+
 def _blocks(module: Any) -> Projection:
     """Read an ``FP8Linear``."""
     scale, block = module.weight_scale_inv, module.block_size
@@ -38,12 +42,25 @@ def _blocks(module: Any) -> Projection:
         raise UnreadError(f"an FP8Linear of blocks {block}, not [{BLOCK}, {BLOCK}]{_INSTEAD}")
     if scale.dtype != torch.float32:
         raise UnreadError(f"an FP8Linear of {scale.dtype} scales, not float32{_INSTEAD}")
-    return _scaled(module, scale, BLOCK)
+    check_blocks(module.weight)
+    return _scaled(module, own(scale), BLOCK)
+
+
+def check_blocks(weight: Tensor) -> None:
+    """Raise a CutError if a rank has a part of a block."""
+    if cuts(weight, BLOCK):
+        size = weight.shape[shared_axis(weight) or 0]
+        raise CutError(
+            f"shared by ranks, whose parts of its {size} rows or columns are no whole blocks of "
+            f"{BLOCK}; use fewer ranks"
+        )
 
 
 def _channels(module: Any) -> Projection:
     """Read a ``CompressedTensorsFP8Linear`` or an ``FbgemmFp8Linear``."""
     kind, scale = type(module).__name__, module.weight_scale
+    if is_sharded(module):
+        raise UnreadError(f"a {kind} that ranks share{_INSTEAD}")
     if scale.dtype != torch.float32 or scale.numel() != len(module.weight):
         found = f"{list(scale.shape)} {scale.dtype} scales, not one per row"
         raise UnreadError(f"a {kind} of {found}{_INSTEAD}")
@@ -55,7 +72,8 @@ def _channels(module: Any) -> Projection:
 
 def _scaled(module: Any, scale: Tensor, height: int) -> Projection:
     numbers = scale.detach().contiguous()
-    return ScaledProjection(module.weight.detach(), own_bias(module), scale=numbers, height=height)
+    weight = own(module.weight.detach())
+    return ScaledProjection(weight, own_bias(module), scale=numbers, height=height)
 
 
 #: The readers, by class.

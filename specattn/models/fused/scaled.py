@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from specattn.kernels.fused import add_partials
 from specattn.kernels.fused.fp8 import (
+    BLOCK,
     RowsFormat,
     ScaledRows,
     ScaledWeight,
@@ -26,7 +27,8 @@ from specattn.kernels.fused.stream_fp8 import (
     stream_scaled_gated,
     streams_scaled,
 )
-from specattn.models.fused.projection import Projection, stacked_bias
+from specattn.models.fused.projection import Projection, own_bias, stacked_bias
+from specattn.models.shards import own, process_group, shard_like, shared_axis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +39,8 @@ FORMATS = {
     "fp8-channel": "a scale per row of weights and of what they multiply",
     "fp8-weights": "blocks of 128 x 128, and nothing else",
 }
+# rows that are quantised at a time
+_AT_ONCE = 64 * BLOCK
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +124,18 @@ class ScaledProjection(Projection):
         bias = None if self.bias is None else self.bias[first:end]
         return replace(self, weight=part.values, bias=bias, scale=part.scale, height=part.height)
 
+    def reordered(self, order: Tensor) -> Self:
+        """Return the projection to the columns ``order [out]`` of the result."""
+        # torch looks no float8 up everywhere
+        weight = self.weight.view(torch.uint8)[order].view(self.weight.dtype)
+        bias = None if self.bias is None else self.bias[order]
+        scale, height = self.scaled.of_height(1).scale[order], self.height
+        blocks = scale[::height]
+        if not blocks.repeat_interleave(height, 0)[: len(scale)].equal(scale):
+            # rows have left their blocks
+            blocks, height = scale, 1
+        return replace(self, weight=weight, bias=bias, scale=blocks.contiguous(), height=height)
+
     @classmethod
     def stacked(cls, parts: Sequence[Self]) -> Self:
         """Pack projections of one input, the first one's rows first."""
@@ -132,12 +148,16 @@ class ScaledLinear(nn.Module):
     Parameters
     ----------
     projection : ScaledProjection
-        Its numbers.
+        Its numbers, of a weight that ranks share those of this rank.
+    like : Tensor, optional
+        What they are in the place of; if ranks share that, the module does what transformers' would
+        do. Those that share columns add up.
     """
 
-    def __init__(self, projection: ScaledProjection) -> None:
+    def __init__(self, projection: ScaledProjection, like: Tensor | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(projection.weight, requires_grad=False)
+        weight = projection.weight if like is None else shard_like(projection.weight, like)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = nn.Parameter(projection.scale, requires_grad=False)
         bias = projection.bias
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -155,9 +175,10 @@ class ScaledLinear(nn.Module):
 
     @property
     def projection(self) -> ScaledProjection:
-        """Its numbers, as they lie now."""
+        """Its numbers, as they lie now; of shards this rank's."""
+        weight, bias = own(self.weight), own_bias(self)
         return ScaledProjection(
-            self.weight, self.bias, scale=self.scale, height=self.height, terms=self.terms
+            weight, bias, scale=self.scale, height=self.height, terms=self.terms
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -175,25 +196,43 @@ class ScaledLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply ``x [..., in]``; returns ``[..., out]``."""
-        product: Tensor = self.projection.product(x.flatten(0, -2))
+        projection = self.projection
+        if shared_axis(self.weight) == 1 and (group := process_group(self)) is not None:
+            projection = projection.summed(group)
+        product: Tensor = projection.product(x.flatten(0, -2))
         return product.view(*x.shape[:-1], -1)
 
 
 def quantise(projection: Projection, kind: str) -> ScaledProjection:
-    """Quantise a plain projection.
+    """Quantise a projection; the numbers of one that is quantised stay.
 
     Parameters
     ----------
     projection : Projection
-        Of plain weights.
+        Of plain weights, or of float8 ones.
     kind : str
         One of `FORMATS`.
+
+    Raises
+    ------
+    ValueError
+        If it is quantised in another way.
     """
+    if isinstance(projection, ScaledProjection):
+        return _as(projection, kind)
     terms = 2 if kind == "fp8-weights" else 1
     scale = scale_channels if kind == "fp8-channel" else scale_blocks
-    return ScaledProjection.of(scale(projection.weight, terms=terms), projection.bias)
+    # whole blocks at a time: float32 numbers of all of a large weight need much memory
+    parts = [scale(rows, terms=terms) for rows in projection.weight.split(_AT_ONCE)]
+    whole = parts[0] if len(parts) == 1 else ScaledWeight.stacked(parts)
+    found = ScaledProjection.of(whole, projection.bias)
+    return replace(found, combine=projection.combine, size=projection.size)
 
 
-def as_weights_alone(projection: ScaledProjection) -> ScaledProjection:
-    """Return the projection that quantises no rows, of the same numbers."""
-    return replace(projection, terms=2)
+def _as(projection: ScaledProjection, kind: str) -> ScaledProjection:
+    if kind == "fp8-weights":
+        return replace(projection, terms=2)
+    by_channel = projection.scale.shape[1] == 1 and projection.height == 1
+    if projection.terms > 1 or (kind == "fp8-channel") != by_channel:
+        raise ValueError(f"{kind!r} is not how it is quantised already")
+    return projection
