@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from specattn.engine.prompts import begin_prompts, run_prompts
+from specattn.engine.prompts import begin_prompts
 from specattn.errors import CapacityError
-from specattn.speculative.prompts.runner import PromptRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,9 +17,9 @@ if TYPE_CHECKING:
     from specattn.engine.decoders import Decoders
     from specattn.engine.flight import Flight, LaunchedPrompt
     from specattn.engine.metrics import Totals
+    from specattn.engine.prompts import Prompts
     from specattn.engine.request import RequestOutput, RunningRequest
     from specattn.engine.scheduler import Item, Scheduler
-    from specattn.speculative.prompts.prefill import Prefill
     from specattn.speculative.prompts.runner import PromptWave
     from specattn.speculative.step.level import Level
 
@@ -29,8 +27,8 @@ if TYPE_CHECKING:
 class Admission:
     """Gives requests rows and slots, and runs their prompts.
 
-    Prompts are launched and not waited for, where a `PromptRunner` runs them: their requests take
-    part in the next step. Else a request is admitted when its first token is drawn.
+    Prompts are launched and not waited for, unless what runs them waits: their requests take part
+    in the next step. Else a request is admitted when its first token is drawn.
 
     Parameters
     ----------
@@ -45,8 +43,8 @@ class Admission:
         Told that something else runs between its steps.
     totals : Totals
         What the engine counts.
-    prompts : PromptRunner or Prefill
-        What runs prompts: it launches them, or waits for them.
+    prompts : Prompts
+        Runs prompts: a `PromptRunner`, or `WaitedPrompts`.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class Admission:
         scheduler: Scheduler,
         flight: Flight,
         totals: Totals,
-        prompts: PromptRunner | Prefill,
+        prompts: Prompts,
     ) -> None:
         self.prompts = prompts
         # a request whose prompt is longer than a chunk, and what is left of that
@@ -74,9 +72,8 @@ class Admission:
         """
         scheduler = self._scheduler
         admitted: list[RequestOutput] = []
-        launches = isinstance(self.prompts, PromptRunner)
         parted = None if self._begun is None else self._begun[0]
-        beside = launches and any(one is not parted for one in scheduler.running)
+        beside = any(one is not parted for one in scheduler.running) and not self.prompts.waits
         if (beside and self._flight.chunk_last) or self._goes_on(parts=beside):
             return admitted
         if scheduler.running and len(scheduler.running) >= scheduler.full:
@@ -99,7 +96,7 @@ class Admission:
                     scheduler.full = len(scheduler.running) + 1
                     return []
         scheduler.full = len(scheduler.running)
-        return [] if launches else admitted
+        return [one for one in admitted if one.tokens or one.finish_reason]
 
     def _in_a_chunk(self, count: int) -> int:
         """Return how many of ``count`` prompts a chunk holds, or 1."""
@@ -163,7 +160,7 @@ class Admission:
                 self._flight.untimed()
                 self._flight.prompts = [*launched]
                 shared = self._run_prompts(items, whole=whole, parts=parts)
-                if wait:
+                if wait or self.prompts.waits:
                     self._read_since(launched)
             except BaseException:
                 if not table.changing:
@@ -177,18 +174,15 @@ class Admission:
 
     def capture(self, *levels: Level) -> None:
         """Capture first tokens of these levels; see `PromptRunner.capture`."""
-        if isinstance(self.prompts, PromptRunner):
-            processors = self._decoders.processors
-            self.prompts.capture(*levels, processors=processors, or_eager=True)
+        self.prompts.capture(*levels, processors=self._decoders.processors, or_eager=True)
 
     def report(self) -> tuple[GraphReport, ...]:
         """Return what capturing chunks of prompts took."""
-        return self.prompts.report() if isinstance(self.prompts, PromptRunner) else ()
+        return self.prompts.report()
 
     def settle(self) -> None:
         """Wait for every chunk in flight."""
-        if isinstance(self.prompts, PromptRunner):
-            self.prompts.settle()
+        self.prompts.settle()
 
     def _read_since(self, launched: Sequence[LaunchedPrompt]) -> None:
         """Wait for the prompts that were launched after these."""
@@ -211,16 +205,17 @@ class Admission:
             wave, items = scheduler.wave(items)
             admitted = scheduler.admit(wave, whole=whole)
             shared += sum(one.length for one in admitted)
-            if isinstance(self.prompts, PromptRunner):
-                begun = begin_prompts(self.prompts, admitted, self._decoders.processors)
-                self._launch(admitted, begun, parts=parts and len(admitted) == 1)
-            else:
-                self._run_now(self.prompts, admitted)
+            if self.prompts.waits:  # then the draft reads all
+                for one in admitted:
+                    one.ready = True
+            vocab = self._decoders.setup.target.model.vocab_size
+            begun = begin_prompts(self.prompts, admitted, self._decoders.processors, vocab)
+            self._launch(admitted, begun, parts=parts and len(admitted) == 1)
         return shared
 
     def _launch(self, admitted: Sequence[RunningRequest], wave: PromptWave, *, parts: bool) -> None:
         """Launch prompts, or in ``parts`` a chunk of one."""
-        assert isinstance(self.prompts, PromptRunner)
+        began = time.perf_counter()
         self.prompts.launch(wave)
         while wave.left and not parts:
             self.prompts.launch(wave)
@@ -232,15 +227,5 @@ class Admission:
             return
         if self._begun is not None and self._begun[1] is wave:
             self._begun = None
-        self._flight.expect(admitted, [wave.firsts[at] for at in range(len(admitted))])
-
-    def _run_now(self, prefill: Prefill, admitted: Sequence[RunningRequest]) -> None:
-        """Run prompts, and wait for their first tokens."""
-        scheduler, states = self._scheduler, self._decoders.setup.states
-        firsts, scored = run_prompts(prefill, states, admitted, self._decoders.processors)
-        for at, (one, token) in enumerate(zip(admitted, firsts, strict=True)):
-            one.length = one.prompt_len
-            one.result.first_token_at = time.perf_counter()
-            read = None if scored is None else partial(scored.read, at, 1)
-            scheduler.append(one, [token], read)
-        scheduler.remove_ended()
+        firsts = [wave.firsts[at] for at in range(len(admitted))]
+        self._flight.expect(admitted, firsts, began, wave.launched if parts else 1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from specattn.checks import kind_of
 from specattn.config import TABLE_SIZES
-from specattn.engine.policy import Acceptance, GoodputPolicy, Observed
+from specattn.engine.policy import Acceptance, GoodputPolicy, Observed, RestingPolicy
 from specattn.engine.ranks import decide
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _SHARED = (*TABLE_SIZES, "draft_sampling")
 # steps that acceptance is measured over
 _WINDOW = 256
+# texts that their lengths, and the times of their prompts, are averaged over
+_TEXTS = 64
 
 
 class SpeculativeConfigs:
@@ -62,6 +64,12 @@ class SpeculativeConfigs:
         Slots past its length that a request needs for a step of any config.
     acceptance : dict
         By config: what its steps in the window gained, and how long its last steps took.
+    resting : SpecConfig or None
+        Plain decoding, if its steps may leave the draft out: see `let_rest`.
+    bare : Acceptance or None
+        What these steps gained, and took.
+    drafting : bool
+        Whether prompts and plain steps keep the draft up to date.
     used, advanced, gained : Counter
         By config, since the engine was made: steps in which some request gained tokens, these
         requests, and the tokens that they were given.
@@ -97,14 +105,30 @@ class SpeculativeConfigs:
         self.current = self.all[0]
         self.reserve_len = max(config.reserve_len for config in self.all)
         self.acceptance = {config: Acceptance(config) for config in self.all}
+        self.bare: Acceptance | None = None
+        self.resting: SpecConfig | None = None
+        self.drafting = True
         self.used: Counter[SpecConfig] = Counter()
         self.advanced: Counter[SpecConfig] = Counter()
         self.gained: Counter[SpecConfig] = Counter()
         self._buckets = tuple(buckets)
         self._window = window
         self._recent: deque[tuple[Acceptance, list[int], int, float | None]] = deque()
+        # of late: seconds of prompts, and these; tokens, and the texts that have ended
+        self._prompts = self._begun = self._tokens = self._ended = 0.0
 
-    def choose(self, rooms: Sequence[int]) -> SpecConfig:
+    def let_rest(self) -> None:
+        """Let plain steps and prompts leave the draft out.
+
+        They do if the policy says so. Where plain decoding is none of the configs, or the policy
+        has no say in it, they never do.
+        """
+        if self.adaptive and isinstance(self.policy, RestingPolicy):
+            self.resting = next((one for one in self.all if not one.num_steps), None)
+        if self.resting is not None:
+            self.bare = Acceptance(self.resting)
+
+    def choose(self, rooms: Sequence[int], ready: int | None = None) -> SpecConfig:
         """Ask the policy for the config of the next step.
 
         Parameters
@@ -112,6 +136,8 @@ class SpeculativeConfigs:
         rooms : sequence of int
             Slots that the contexts of the requests that take part have left. Where no config fits
             the shortest request, the current one is returned, and the policy is not asked.
+        ready : int, optional
+            How many of them have a draft that has read their texts; None is all.
 
         Raises
         ------
@@ -121,12 +147,45 @@ class SpeculativeConfigs:
         fitting = self._fitting(max(rooms, default=0))
         if not fitting:
             return self.current
-        batch = len(rooms)
-        observed = Observed(batch, self._bucket(batch), self.current, fitting, self.acceptance)
-        config = decide(self._ranks, partial(self.policy, observed))
+        observed = self._observe(len(rooms), fitting, ready)
+        config, self.drafting = decide(self._ranks, partial(self._ask, observed))
         if config not in fitting:
             raise ValueError(f"policy must return one of the configs it is given, got {config}")
         return config
+
+    def prepare(self, batch: int) -> None:
+        """Ask whether prompts of a batch of so many run the draft."""
+        if self.bare is not None:
+            observed = self._observe(batch, self.all, None)
+            self.drafting = decide(self._ranks, partial(self._drafts, observed))
+
+    def _observe(self, batch: int, configs: tuple[SpecConfig, ...], ready: int | None) -> Observed:
+        # how long texts are is known when some have ended: the first to end are the shortest
+        prompts = self._prompts / self._begun if self._begun else 0.0
+        per_text = self._tokens / self._ended if self._ended else 0.0
+        return Observed(
+            batch,
+            self._bucket(batch),
+            self.current,
+            configs,
+            self.acceptance,
+            self.bare,
+            ready,
+            prompts / per_text if per_text else 0.0,
+        )
+
+    def _drafts(self, observed: Observed) -> bool:
+        assert isinstance(self.policy, RestingPolicy)
+        return self.policy.drafts(observed)
+
+    def _ask(self, observed: Observed) -> tuple[SpecConfig, bool]:
+        """Return the policy's config, and whether drafts do not rest."""
+        config = self.policy(observed)
+        return config, self.bare is None or self._drafts(observed)
+
+    def leaves_out(self, config: SpecConfig, ready: int) -> bool:
+        """Whether a step leaves the draft out, with so many requests ready."""
+        return config == self.resting and not (self.drafting and ready)
 
     def fit(self, chosen: SpecConfig, room: int) -> SpecConfig:
         """Return the config for a request with ``room`` slots left.
@@ -153,7 +212,14 @@ class SpeculativeConfigs:
         return tuple(config for config in self.all if config.reserve_len <= room)
 
     def count(
-        self, config: SpecConfig, gained: Sequence[int], handed_out: int, seconds: float | None
+        self,
+        config: SpecConfig,
+        gained: Sequence[int],
+        handed_out: int,
+        seconds: float | None,
+        ready: Sequence[bool] | None = None,
+        *,
+        bare: bool = False,
     ) -> None:
         """Count a step of one config, and what its requests gained.
 
@@ -170,16 +236,22 @@ class SpeculativeConfigs:
             Tokens of all requests that lie within their ends.
         seconds : float or None
             How long the step took, if that is known.
+        ready : sequence of bool, optional
+            Whose draft had read their texts: others' gains say nothing of the config. None is all.
+        bare : bool
+            Whether the step left the draft out.
         """
-        found = self.acceptance.get(config)
-        kept = [tokens for tokens in gained if tokens]
-        if found is None or not kept:
+        found = self.bare if bare else self.acceptance.get(config)
+        if found is None or not any(gained):
             return
         self.used[config] += 1
-        self.advanced[config] += len(kept)
+        self.advanced[config] += sum(map(bool, gained))
         self.gained[config] += handed_out
         if not self.adaptive:
             return
+        self._tokens += handed_out
+        told = [True] * len(gained) if ready is None or bare else ready
+        kept = [tokens for tokens, tells in zip(gained, told, strict=True) if tokens and tells]
         bucket = self._bucket(len(gained))
         found.add(kept)
         found.timed(bucket, seconds)
@@ -188,6 +260,16 @@ class SpeculativeConfigs:
             old, tokens, bucket, seconds = self._recent.popleft()
             old.add(tokens, -1)
             old.timed(bucket, seconds, -1)
+
+    def prompt_took(self, seconds: float) -> None:
+        """Note how long a prompt took."""
+        fade = 1 - 1 / _TEXTS
+        self._prompts, self._begun = fade * self._prompts + seconds, fade * self._begun + 1
+
+    def ended(self, texts: int) -> None:
+        """Note that so many texts have ended."""
+        fade = (1 - 1 / _TEXTS) ** texts
+        self._tokens, self._ended = fade * self._tokens, fade * self._ended + texts
 
     def _bucket(self, batch: int) -> int:
         return min((size for size in self._buckets if size >= batch), default=batch)

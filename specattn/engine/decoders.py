@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from specattn.engine.request import Request, RunningRequest
+    from specattn.speculative.proposers.proposer import Proposer
     from specattn.speculative.sampling.logits_processor import LogitsProcessor
     from specattn.speculative.step.setup import StepSetup
 
@@ -39,9 +40,14 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         Those of the user, which requests may ask for.
     levels : collection of Level
         Those that are captured now, besides greedy steps.
+    rests : tuple of (SpecConfig, Proposer), optional
+        The config of plain decoding of which there is a second decoder, and what of the draft's
+        proposer takes part in that.
 
     Attributes
     ----------
+    bare : StepDecoder or None
+        That decoder.
     processors : ProcessorStates or None
         What requests ask of their logits; None until one asks for anything.
     """
@@ -53,6 +59,7 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         buckets: Sequence[int],
         own: Sequence[LogitsProcessor],
         levels: Collection[Level],
+        rests: tuple[SpecConfig, Proposer] | None = None,
     ) -> None:
         super().__init__()
         self.setup, self._buckets, self._own = setup, buckets, own
@@ -64,8 +71,11 @@ class Decoders(dict[SpecConfig, StepDecoder]):
                 levels=levels,
                 processors=self.processors,
             )
-        # levels whose captures were tried, by config: another capture would wait for the device
-        self._tried = {(one, level) for one in configs for level in levels}
+        self.bare: StepDecoder | None = None
+        if rests is not None:
+            self.bare = self._plain(*rests, buckets, levels)
+        # levels whose captures were tried, by decoder: another capture would wait for the device
+        self._tried = {(one, level) for one in self.each for level in levels}
 
     def __missing__(self, config: SpecConfig) -> StepDecoder:
         if config.num_steps:
@@ -75,27 +85,45 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         if config != self.setup.config.plain():
             raise ValueError(f"config must be one of the engine's configs, got {config}")
         levels = frozenset[Level]().union(*(one.levels for one in self.values()))
-        self[config] = found = StepDecoder.of(
-            replace(self.setup, config=config, proposer=NoProposer()),
-            # it holds whatever batch the others hold
-            buckets=[max(self._buckets)],
+        # it holds whatever batch the others hold
+        buckets = [max(self._buckets)]
+        self[config] = found = self._plain(config, NoProposer(), buckets, levels, or_eager=True)
+        self._tried.update((found, level) for level in levels)
+        return found
+
+    @property
+    def each(self) -> tuple[StepDecoder, ...]:
+        """All decoders."""
+        return (*self.values(), *(() if self.bare is None else (self.bare,)))
+
+    def _plain(
+        self,
+        config: SpecConfig,
+        proposer: Proposer,
+        buckets: Sequence[int],
+        levels: Collection[Level],
+        *,
+        or_eager: bool = False,
+    ) -> StepDecoder:
+        """Return a decoder of plain decoding."""
+        return StepDecoder.of(
+            replace(self.setup, config=config, proposer=proposer),
+            buckets=buckets,
             levels=levels,
             processors=self.processors,
-            or_eager=True,
+            or_eager=or_eager,
         )
-        self._tried.update((config, level) for level in levels)
-        return found
 
     def capture_for(self, requests: Iterable[Request]) -> None:
         """Capture the levels of steps that requests need, unless that was tried."""
         for level in sorted(set().union(*[request.levels for request in requests])):
             if level is Level.PROCESSED and self.processors is None:
                 self.processors = self._alloc_processors()
-            for config, decoder in self.items():
-                if (config, level) not in self._tried:
+            for decoder in self.each:
+                if (decoder, level) not in self._tried:
                     states = self.processors if level is Level.PROCESSED else None
                     decoder.capture(level, processors=states, or_eager=True)
-                    self._tried.add((config, level))
+                    self._tried.add((decoder, level))
 
     def blocked(self, one: RunningRequest) -> bool:
         """Whether what a request asks of its logits left no token."""

@@ -18,12 +18,14 @@ from specattn.engine.detokenizer import end_ids, text_functions, text_of
 from specattn.engine.flight import Flight
 from specattn.engine.intake import take
 from specattn.engine.metrics import Totals
+from specattn.engine.policy import RestingPolicy
+from specattn.engine.prompts import WaitedPrompts
 from specattn.engine.ranks import agree, ranks_of
 from specattn.engine.request import Request, RequestOutput
 from specattn.engine.scheduler import Scheduler
 from specattn.speculative.prompts.prefill import Prefill
 from specattn.speculative.prompts.runner import PromptRunner
-from specattn.speculative.proposers.drafts import draft_of
+from specattn.speculative.proposers.drafts import NoProposer, draft_of
 from specattn.speculative.sampling.logits_processor import as_processors
 from specattn.speculative.step.level import Level
 from specattn.speculative.step.setup import StepSetup
@@ -73,8 +75,8 @@ class Engine:
     config : SpecConfig
         Tree width, depth, page size and limits.
     configs : sequence of SpecConfig
-        More configs that steps may take; they differ from ``config`` in the tree alone. See
-        docs/adaptive.md.
+        More configs that steps may take; they differ from ``config`` in the tree alone. A
+        `GoodputPolicy` chooses from plain decoding, too. See docs/adaptive.md.
     policy : Policy, optional
         Chooses every step's config, and so needs ``configs``;
         `specattn.engine.policy.GoodputPolicy` by default.
@@ -178,6 +180,9 @@ class Engine:
         given = config, *listed("configs", configs, "SpecConfig")
         for one in given:
             instance("every one of configs", one, SpecConfig, "a SpecConfig")
+        # what chooses for itself may always decode plainly
+        if len(set(given)) > 1 and (policy is None or isinstance(policy, RestingPolicy)):
+            given = *given, *([] if any(not one.num_steps for one in given) else [config.plain()])
         config, *configs = (one.reserving(drafts.draft_len(one)) for one in given)
         self.config = config
         self.processors = own = as_processors(processors)
@@ -204,6 +209,12 @@ class Engine:
             **options,
         )
         self.target, self.proposer = setup.target, setup.proposer
+        # what a draft draws is proposed with its probability, and must be of the same text
+        resting = None if config.draft_sampling else self.proposer.at_rest(NoProposer())
+        if resting is not None:
+            self.configs.let_rest()
+        plain = self.configs.resting
+        rests = None if plain is None or resting is None else (plain, resting)
         self.table, self.states = cast("SlotTable", setup.table), setup.states
         self.eos_token_ids = end_ids(self.target.model, tokenizer)
         slots, levels = self.target.num_slots, Level.each(sampled=sampled, processed=processed)
@@ -211,7 +222,7 @@ class Engine:
         asked = [one.name for one in own], sampled, processed, deterministic, draft is not None
         settings = sizes, asked, (prompt_chunk, prompt_buckets), setup.options.settings
         agree(self.ranks, "the settings of an Engine", settings)
-        self._decoders = Decoders(setup, self.configs.all, self.buckets, own, levels)
+        self._decoders = Decoders(setup, self.configs.all, self.buckets, own, levels, rests)
         self.scheduler = Scheduler(
             self.table,
             self.configs,
@@ -231,8 +242,13 @@ class Engine:
             self.scheduler,
             self._flight,
             self._totals,
-            PromptRunner.of(setup, buckets=prompt_buckets, chunk=prompt_chunk)
-            or replace(Prefill.of(setup), chunk=prompt_chunk),
+            PromptRunner.of(
+                setup,
+                buckets=prompt_buckets,
+                chunk=prompt_chunk,
+                resting=rests and rests[1],
+            )
+            or WaitedPrompts(replace(Prefill.of(setup), chunk=prompt_chunk), setup.states),
         )
         self._admission.capture(*levels)
         self._lock = RLock()
@@ -458,15 +474,18 @@ class Engine:
 
     @property
     def decoders(self) -> tuple[StepDecoder, ...]:
-        """The configs' decoders, then any that `decoder` made for plain decoding."""
-        return tuple(self._decoders.values())
+        """The configs' decoders, then any for plain decoding without the draft."""
+        return self._decoders.each
 
     def graphs(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
         """Return what capturing took, by the config of each decoder, and bucket.
 
-        Chunks of prompts are the engine's own ``config``'s.
+        Chunks of prompts are the engine's own ``config``'s, behind its steps. Their parts are
+        ``prompts``, ``first tokens`` and ``prompts' drafts``, and their buckets tokens.
         """
         found = {config: decoder.report() for config, decoder in self._decoders.items()}
+        if (bare := self._decoders.bare) is not None:
+            found[bare.config] = *found[bare.config], *bare.report()
         return found | {self.config: (*found[self.config], *self._admission.report())}
 
     def metrics(self) -> EngineMetrics:
@@ -544,7 +563,7 @@ class Engine:
         self._admission.forget()
         self._totals.dropped(self.scheduler.clear(table=table))
         # a wait that was interrupted has left its step in flight, and may be again
-        for decoder in self._decoders.values():
+        for decoder in self._decoders.each:
             decoder.settle()
         self._admission.settle()
         self._changing = False

@@ -44,6 +44,9 @@ class LaunchedStep:
     launched_at: float | None
     # which of all launches it was
     order: int
+    # whose drafts had read their texts, None if they always do; whether it left the draft out
+    ready: list[bool] | None
+    bare: bool
     # whether an error has kept it from being handed out
     kept: bool = False
 
@@ -55,6 +58,9 @@ class LaunchedPrompt:
     one: RunningRequest
     first: FirstToken
     order: int
+    # seconds, by `time.perf_counter`, of the last of so many chunks that steps came between
+    launched_at: float
+    chunks: int
 
 
 class Flight:
@@ -110,11 +116,20 @@ class Flight:
         """Whether a step is to be launched before anything is handed out."""
         return not self.steps and not (self._kept and self.prompts)
 
-    def expect(self, admitted: Sequence[RunningRequest], firsts: Sequence[FirstToken]) -> None:
-        """Note that prompts were launched."""
+    def expect(
+        self,
+        admitted: Sequence[RunningRequest],
+        firsts: Sequence[FirstToken],
+        began: float,
+        chunks: int = 1,
+    ) -> None:
+        """Note that prompts were launched, from ``began`` on.
+
+        Of one in several ``chunks`` with steps between, it was the last.
+        """
         for one, first in zip(admitted, firsts, strict=True):
             self._scheduler.await_first(one, by_host=self._by_host)
-            self.prompts.append(LaunchedPrompt(one, first, next(self._orders)))
+            self.prompts.append(LaunchedPrompt(one, first, next(self._orders), began, chunks))
 
     def launch(self, groups: Groups) -> None:
         """Launch a step of every group; errors are raised after that."""
@@ -151,7 +166,10 @@ class Flight:
         gains = []
         for launched in prompts:
             one, token = launched.one, launched.first.wait()
-            self._collected_at = time.perf_counter()
+            began, now = max(launched.launched_at, self._collected_at), time.perf_counter()
+            # of a chunk, its first prompt gets all
+            self._configs.prompt_took((now - began) * launched.chunks)
+            self._collected_at = now
             if one.result.finish_reason:
                 continue
             one.awaited, one.result.first_token_at = False, self._collected_at
@@ -197,9 +215,13 @@ class Flight:
         if self._plans_on_host:
             lens = torch.tensor([one.length for one in group], dtype=torch.int32)
         rows = [one.row for one in group]
-        level = max(one.level for one in group)
+        level, decoder = max(one.level for one in group), self._decoders[config]
+        ready, bare = self._readiness(config, group)
+        if bare:
+            assert self._decoders.bare is not None
+            decoder = self._decoders.bare
         began = time.perf_counter()
-        pending = self._decoders[config].step_async(
+        pending = decoder.step_async(
             rows,
             level=level,
             seq_lens_cpu=lens,
@@ -209,7 +231,18 @@ class Flight:
         # a part of a prompt in front of it is not read, and would be counted as the step's time
         part, self.chunk_last = self.chunk_last and not self.prompts, False
         launched_at = None if part else began
-        return LaunchedStep(config, group, pending, launched_at, next(self._orders))
+        for one in group if bare else ():
+            one.ready = False
+        return LaunchedStep(config, group, pending, launched_at, next(self._orders), ready, bare)
+
+    def _readiness(
+        self, config: SpecConfig, group: list[RunningRequest]
+    ) -> tuple[list[bool] | None, bool]:
+        """Return whose drafts are up to date; whether a step needs none."""
+        if self._configs.bare is None:
+            return None, False
+        ready = [one.ready for one in group]
+        return ready, self._configs.leaves_out(config, sum(ready))
 
     def _trees(self, config: SpecConfig, group: list[RunningRequest]) -> list[HostTree] | None:
         """Ask a proposer on the host, rank 0's for all."""
@@ -239,5 +272,8 @@ class Flight:
             one.result.accept_lens.append(len(kept))
             self._totals.kept(one.result, len(kept))
             gains.append((one.result, kept))
-        self._configs.count(step.config, counts, sum(len(kept) for _, kept in gains), seconds)
+        if self._configs.bare is not None:
+            self._configs.ended(sum(bool(result.finish_reason) for result, _ in gains))
+        handed_out = sum(len(kept) for _, kept in gains)
+        self._configs.count(step.config, counts, handed_out, seconds, step.ready, bare=step.bare)
         return gains

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from statistics import median, median_low
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # step times that count per bucket: few enough to follow a context that grows
 _TIMES = 15
+# how much sooner a draft is judged for the first time after it was let rest; half that next
+_SOONER = 8
 
 
 class Acceptance:
@@ -100,6 +103,13 @@ class Observed:
         engine's order.
     acceptance : mapping
         By config, all of the engine's. These are live: read, do not keep.
+    bare : Acceptance, optional
+        The same of plain steps that leave the draft out, where an engine has such: it asks its
+        policy by `RestingPolicy.drafts`.
+    ready : int, optional
+        Requests of the next step whose draft has read their texts; None is all.
+    prompt_seconds : float
+        What prompts take per token of the texts, of late.
     """
 
     batch: int
@@ -107,6 +117,9 @@ class Observed:
     current: SpecConfig
     configs: tuple[SpecConfig, ...]
     acceptance: Mapping[SpecConfig, Acceptance]
+    bare: Acceptance | None = None
+    ready: int | None = None
+    prompt_seconds: float = 0.0
 
 
 class Policy(Protocol):
@@ -121,6 +134,31 @@ class Policy(Protocol):
         """
 
 
+@runtime_checkable
+class RestingPolicy(Policy, Protocol):
+    """A policy that may let a draft model rest."""
+
+    def drafts(self, observed: Observed) -> bool:
+        """Return whether prompts and plain steps run the draft.
+
+        It is called after the policy, with the same observations. Without, they cost what they cost
+        without a draft. A request whose prompt or step left the draft out is not ``ready`` from
+        then on: it may take part in steps that draft, but hardly gains by them.
+        """
+
+
+class _Held:
+    """What a policy holds for an engine."""
+
+    def __init__(self, config: SpecConfig) -> None:
+        self.config, self.steps, self.calls = config, 0, 0
+        # whether the draft rests, and the steps of a judgement
+        self.resting, self.trials = False, 0
+        # by bucket: how often it was judged since, and the call in which it is to be judged next
+        self.judged: dict[int, int] = {}
+        self.due: dict[int, float] = {}
+
+
 class GoodputPolicy:
     """Takes the config that promises most tokens per second.
 
@@ -129,6 +167,10 @@ class GoodputPolicy:
     `expected_tokens`. Small batches thus get deep and wide trees, large ones shallow trees or
     none, and texts that are easy to draft deeper ones than others. A config that the window knows
     nothing of is tried, and again later: neighbouring steps are of one passage of a text.
+
+    A draft model has to read prompts, too, and every token of plain steps. Where plain decoding is
+    the best without all that, the draft rests. Now and then, and at a batch size where it was not
+    judged yet, the next prompts go through it, and two ``prior`` of steps draft.
 
     What it chooses follows from the observations of an engine alone, also where it serves several;
     with ``cost``, not even from measured times.
@@ -146,6 +188,8 @@ class GoodputPolicy:
         Steps a config is tried for if the window holds fewer of it.
     prior : float
         Steps' worth of trust in what other configs say; see `expected_tokens`.
+    judging : float
+        The share of its time that judging a draft may take while it rests.
 
     Raises
     ------
@@ -157,45 +201,56 @@ class GoodputPolicy:
         self,
         cost: StepCost | None = None,
         *,
-        margin: float = 0.05,
+        margin: float = 0.02,
         hold: int = 16,
         trials: int = 3,
         prior: float = 4.0,
+        judging: float = 0.01,
     ) -> None:
         # NaN is out of every range
-        if not (margin >= 0 and hold >= 1 and trials >= 0 and prior > 0):
+        if not (margin >= 0 and hold >= 1 and trials >= 0 and prior > 0 and judging > 0):
             raise ValueError(
-                "margin and trials must be at least 0, hold at least 1 and prior above 0, "
-                f"got {margin}, {trials}, {hold} and {prior}"
+                "margin and trials must be at least 0, hold at least 1, prior and judging above 0, "
+                f"got {margin}, {trials}, {hold}, {prior} and {judging}"
             )
         self.cost, self.margin, self.hold = cost, margin, hold
-        self.trials, self.prior = trials, prior
-        # by engine: the config that it steps with, and for how many steps
-        self._chosen: WeakKeyDictionary[Acceptance, tuple[SpecConfig, int]] = WeakKeyDictionary()
+        self.trials, self.prior, self.judging = trials, prior, judging
+        self._held: WeakKeyDictionary[Acceptance, _Held] = WeakKeyDictionary()
 
     def __call__(self, observed: Observed) -> SpecConfig:
         """Return the config of the next step."""
-        # each engine counts for itself, and so tells by any of its counts which one it is
-        engine = next(iter(observed.acceptance.values()))
-        chosen, steps = self._chosen.setdefault(engine, (observed.current, 0))
-        self._chosen[engine] = chosen, steps + 1
-        least = min(observed.configs, key=lambda config: observed.acceptance[config].steps)
-        known = observed.acceptance[least].steps
-        if known < self.trials and (not known or steps % self.hold == 0):
-            return least
-        if chosen in observed.configs and steps + 1 < self.hold:
-            return chosen
-        goodput = self.goodput(observed)
-        best = max(goodput, key=lambda config: goodput[config])
-        if chosen not in goodput:  # there is no room for it, for now
+        held = self._of(observed)
+        held.calls += 1
+        if held.resting:
+            return self._at_rest(observed, held)
+        held.steps += 1
+        if (untried := self._untried(observed, held)) is not None:
+            return untried
+        if held.config in observed.configs and held.steps < self.hold:
+            return held.config
+        if self._rests(observed):
+            held.resting, held.trials, held.judged, held.due = True, 0, {}, {}
+            self._put_off(observed, held)
+            return _plain(observed)
+        now = self._now(observed)
+        best = max(now, key=lambda config: now[config])
+        if held.config not in now:  # there is no room for it, for now
             return best
-        if goodput[best] > goodput[chosen] * (1 + self.margin):
-            self._chosen[engine] = best, 0
-            return best
-        return chosen
+        if now[best] > now[held.config] * (1 + self.margin):
+            held.config, held.steps = best, 0
+        return held.config
+
+    def drafts(self, observed: Observed) -> bool:
+        """Return whether prompts and plain steps run the draft."""
+        held = self._of(observed)
+        return not held.resting or held.calls >= held.due.get(observed.bucket, 0)
 
     def goodput(self, observed: Observed) -> dict[SpecConfig, float]:
         """Return tokens per request and second (or unit of ``cost``), by config.
+
+        These are what each would come to in the long run, with all requests ready. Where a draft
+        may rest, it rests in plain decoding, and other configs pay for its part of prompts, too:
+        about as large a part as that of a step.
 
         Parameters
         ----------
@@ -207,11 +262,114 @@ class GoodputPolicy:
         ValueError
             If ``cost`` returns what is not above 0.
         """
-        costs, prior = self._costs(observed), self.prior * observed.batch
+        costs, prompts = self._costs(observed), 0.0
+        plain = _plain(observed)
+        if observed.bare is not None and plain in costs:
+            bare = self._bare(observed, costs)
+            share = costs[plain] / bare - 1
+            if not self._of(observed).resting:
+                share /= 1 + share
+            if self.cost is None:
+                prompts = observed.batch * observed.prompt_seconds * share
+            costs[plain] = bare
         return {
-            config: expected_tokens(observed.acceptance, config, prior) / costs[config]
+            config: 1 / (costs[config] / tokens + (prompts if config.num_steps else 0.0))
+            for config, tokens in self._tokens(observed).items()
+        }
+
+    def _of(self, observed: Observed) -> _Held:
+        # each engine counts for itself, and so tells by any of its counts which one it is
+        engine = next(iter(observed.acceptance.values()))
+        return self._held.setdefault(engine, _Held(observed.current))
+
+    def _untried(self, observed: Observed, held: _Held) -> SpecConfig | None:
+        """Return a config that the window knows too little of."""
+        known = {config: observed.acceptance[config].steps for config in observed.configs}
+        plain, timed = _plain(observed), observed.acceptance[_plain(observed)]
+        if not plain.num_steps and timed.seconds(observed.bucket) is not None and len(known) > 1:
+            # it gains one token: nothing is to be learnt but how long it takes
+            known.pop(plain, None)
+        least = min(known, key=lambda config: known[config])
+        due = not known[least] or (held.steps - 1) % self.hold == 0
+        return least if known[least] < self.trials and due else None
+
+    def _rests(self, observed: Observed) -> bool:
+        """Return whether plain decoding without the draft is the best."""
+        plain = _plain(observed)
+        if observed.bare is None or plain not in observed.configs:
+            return False
+        goodput = self.goodput(observed)
+        others = [found for config, found in goodput.items() if config != plain]
+        return bool(others) and goodput[plain] > max(others) * (1 + self._doubt(observed))
+
+    def _doubt(self, observed: Observed) -> float:
+        """Return the share by which plain decoding must differ."""
+        drafted = [
+            one.reached[0] for config, one in observed.acceptance.items() if config.num_steps
+        ]
+        # a request's tokens in a step vary by about half their mean
+        return max(self.margin, 0.5 / math.sqrt(max(sum(drafted), 1)))
+
+    def _put_off(self, observed: Observed, held: _Held) -> None:
+        """Let the draft rest, until it is judged again."""
+        costs = self._costs(observed)
+        drafts = [cost for config, cost in costs.items() if config.num_steps]
+        longer = max(min(drafts) / self._bare(observed, costs) - 1, 0.1)
+        pause = 2 * self.prior * longer / self.judging
+        # what has just been decided may have been chance, or of texts that are gone
+        judged = held.judged.get(observed.bucket, 0)
+        held.judged[observed.bucket] = judged + 1
+        held.due[observed.bucket] = held.calls + pause / max(_SOONER >> judged, 1)
+
+    def _at_rest(self, observed: Observed, held: _Held) -> SpecConfig:
+        """Return plain decoding, or what a draft is judged by."""
+        plain = _plain(observed)
+        drafts = [config for config in observed.configs if config.num_steps]
+        if not self.drafts(observed) or not observed.ready or not drafts:
+            return plain
+        goodput = self.goodput(observed)
+        best = max(drafts, key=lambda config: goodput[config])
+        if held.trials < 2 * self.prior:
+            held.trials += 1
+            return best
+        held.trials = 0
+        self._put_off(observed, held)
+        if goodput[best] < goodput[plain] * (1 + self._doubt(observed)):
+            return plain
+        held.resting, held.config, held.steps = False, best, 0
+        return best
+
+    def _now(self, observed: Observed) -> dict[SpecConfig, float]:
+        """Return the next step's goodput: some requests may not be ready."""
+        costs, batch = self._costs(observed), observed.batch
+        ready = 1.0 if observed.ready is None else observed.ready / batch
+        return {
+            config: (1 + ready * (tokens - 1)) / costs[config]
+            for config, tokens in self._tokens(observed).items()
+        }
+
+    def _tokens(self, observed: Observed) -> dict[SpecConfig, float]:
+        """Return expected tokens per request and step of what may be chosen."""
+        found = [one for config, one in observed.acceptance.items() if config.num_steps]
+        steps = sum(one.steps for one in found)
+        # the requests of a step weigh as one; there may be steps that told nothing
+        batch = max(sum(one.reached[0] for one in found) / steps, 1) if steps else observed.batch
+        return {
+            config: expected_tokens(observed.acceptance, config, self.prior * batch)
             for config in observed.configs
         }
+
+    def _bare(self, observed: Observed, costs: Mapping[SpecConfig, float]) -> float:
+        """Return the cost of a plain step without the draft."""
+        plain = costs[_plain(observed)]
+        if self.cost is not None:
+            return plain
+        assert observed.bare is not None
+        measured = observed.bare.seconds(observed.bucket)
+        if measured is not None:
+            return min(measured, plain)
+        drafts = [(costs[one] - plain) / one.num_steps for one in costs if one.num_steps]
+        return max(plain - max(min(drafts, default=0.0), 0.0), plain / 2)
 
     def _costs(self, observed: Observed) -> dict[SpecConfig, float]:
         if self.cost is not None:
@@ -227,6 +385,11 @@ class GoodputPolicy:
         ratios = [known / rough[config] for config, known in measured.items() if known]
         scale = median(ratios) if ratios else 1.0
         return {config: measured[config] or rough[config] * scale for config in rough}
+
+
+def _plain(observed: Observed) -> SpecConfig:
+    """Return plain decoding, or what drafts least deep."""
+    return min(observed.acceptance, key=lambda config: config.num_steps)
 
 
 def expected_tokens(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from specattn.buffers import send, send_parts
 from specattn.speculative.prompts.prompt import Prompt
-from specattn.speculative.prompts.runner import NewPrompt
+from specattn.speculative.prompts.runner import (
+    FirstToken,
+    KnownTokens,
+    NewPrompt,
+    Piece,
+    PromptWave,
+)
 from specattn.speculative.sampling.grammar import bitmask_of, open_bitmask
 from specattn.speculative.sampling.params import SamplingBatch
 
@@ -17,50 +24,126 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from specattn.cuda_graph import GraphReport
     from specattn.engine.request import RunningRequest
     from specattn.speculative.prompts.prefill import Prefill
-    from specattn.speculative.prompts.runner import PromptRunner, PromptWave
+    from specattn.speculative.proposers.proposer import Proposer
     from specattn.speculative.sampling.processors import ProcessorStates
     from specattn.speculative.states import RequestStates
-    from specattn.speculative.step.host_buffers import LogprobBuffers
+    from specattn.speculative.step.level import Level
 
 
-def run_prompts(
-    prefill: Prefill,
-    states: RequestStates,
-    admitted: Sequence[RunningRequest],
-    processors: ProcessorStates | None,
-) -> tuple[list[int], LogprobBuffers | None]:
-    """Fill the KV of prompts, and note what later steps read.
+class Prompts(Protocol):
+    """Runs the prompts of an engine, chunk by chunk.
 
-    Returns
-    -------
-    tuple of list of int and LogprobBuffers or None
-        First tokens, and a copy on the host of their log-probabilities, if anyone wants any.
+    Attributes
+    ----------
+    waits : bool
+        Whether `launch` waits for first tokens, and runs all that is left.
+    chunk : int
+        Most tokens of a chunk.
     """
-    device = states.seq_lens.device
-    prompts = [Prompt(one.row, one.request.prompt, one.length) for one in admitted]
-    params = [one.request.sampling for one in admitted]
-    sampling = SamplingBatch.of(params, device)
-    _admit(admitted, processors)
-    vocab = prefill.target.model.vocab_size
-    out = prefill.run(prompts, sampling, processors, _bitmask(admitted, vocab, device))
-    rows, lens = send_parts(
-        ([one.row for one in prompts], [len(one.tokens) for one in prompts]), device
-    )
-    states.admit(rows, lens.to(torch.int32), out.bonus_tokens, out.state, sampling)
-    firsts, scored = out.bonus_tokens.tolist(), None
-    if out.logprobs is not None and any(one.logprobs is not None for one in params):
-        scored = out.logprobs.entry(0, len(admitted))
-    return firsts, scored
+
+    waits: bool
+    chunk: int
+
+    @property
+    def proposer(self) -> Proposer:
+        """The source of draft tokens."""
+
+    def capture(
+        self, *levels: Level, processors: ProcessorStates | None = None, or_eager: bool = False
+    ) -> None:
+        """Record what first tokens of these levels need."""
+
+    def report(self) -> tuple[GraphReport, ...]:
+        """Return what recording took."""
+
+    def begin(self, prompts: Sequence[NewPrompt]) -> PromptWave:
+        """Check prompts, for `launch`."""
+
+    def launch(self, wave: PromptWave) -> None:
+        """Launch the next chunk of what is left."""
+
+    def settle(self) -> None:
+        """Wait for every chunk in flight."""
+
+
+class WaitedPrompts:
+    """Runs prompts with a `Prefill`, which needs the host between its forwards.
+
+    Parameters
+    ----------
+    prefill : Prefill
+        Runs both models.
+    states : RequestStates
+        What later steps read.
+    """
+
+    waits = True
+
+    def __init__(self, prefill: Prefill, states: RequestStates) -> None:
+        self._prefill, self._states = prefill, states
+        self.chunk = prefill.chunk
+        self._processors: ProcessorStates | None = None
+
+    @property
+    def proposer(self) -> Proposer:
+        """The source of draft tokens."""
+        return self._prefill.proposer
+
+    def capture(
+        self, *_: Level, processors: ProcessorStates | None = None, or_eager: bool = False
+    ) -> None:
+        """Note the processors: nothing is recorded."""
+        self._processors = processors
+
+    def report(self) -> tuple[GraphReport, ...]:
+        """Return nothing, for nothing is recorded."""
+        return ()
+
+    def settle(self) -> None:
+        """Do nothing: nothing is in flight."""
+
+    def begin(self, prompts: Sequence[NewPrompt]) -> PromptWave:
+        """Return the prompts; running them checks them."""
+        pieces = (
+            Piece(at, new.prompt.cached, len(new.prompt.tokens), 0)
+            for at, new in enumerate(prompts)
+        )
+        return PromptWave(prompts, deque(pieces))
+
+    def launch(self, wave: PromptWave) -> None:
+        """Run all prompts, and wait for their first tokens."""
+        states, news, prefill = self._states, wave.prompts, self._prefill
+        device = states.seq_lens.device
+        sampling = SamplingBatch.of([one.sampling for one in news], device)
+        masks = _bitmask(news, prefill.target.model.vocab_size, device)
+        prompts = [one.prompt for one in news]
+        out = prefill.run(prompts, sampling, self._processors, masks)
+        rows, lens = send_parts(
+            ([one.row for one in prompts], [len(one.tokens) for one in prompts]), device
+        )
+        states.admit(rows, lens.to(torch.int32), out.bonus_tokens, out.state, sampling)
+        firsts, scored = out.bonus_tokens.tolist(), None
+        if out.logprobs is not None and any(one.sampling.logprobs is not None for one in news):
+            scored = out.logprobs.entry(0, len(news))
+        known = KnownTokens(firsts, scored)
+        wave.left.clear()
+        wave.firsts.update((at, FirstToken(known, at)) for at in range(len(news)))
 
 
 def begin_prompts(
-    runner: PromptRunner, admitted: Sequence[RunningRequest], processors: ProcessorStates | None
+    runner: Prompts,
+    admitted: Sequence[RunningRequest],
+    processors: ProcessorStates | None,
+    vocab: int,
 ) -> PromptWave:
-    """Return prompts to be launched, of which processors have been told."""
+    """Return prompts to be launched, of which processors have been told.
+
+    ``vocab`` is the target's ``vocab_size``.
+    """
     _admit(admitted, processors)
-    vocab = runner.setup.target.model.vocab_size
     return runner.begin(
         [
             NewPrompt(
@@ -68,6 +151,7 @@ def begin_prompts(
                 one.request.sampling,
                 one.level,
                 None if one.grammar is None else _first_mask(one, vocab),
+                one.ready,
             )
             for one in admitted
         ]
@@ -96,12 +180,12 @@ def _first_mask(one: RunningRequest, vocab: int) -> Tensor:
     return bitmask_of(one.grammar, one.request.prompt[-1:], [-1], vocab, pin=False)[0]
 
 
-def _bitmask(admitted: Sequence[RunningRequest], vocab: int, device: torch.device) -> Tensor | None:
+def _bitmask(news: Sequence[NewPrompt], vocab: int, device: torch.device) -> Tensor | None:
     """Return which first tokens grammars allow, ``[B, 1, ceil(V / 32)]``."""
-    if all(one.grammar is None for one in admitted):
+    if all(one.bitmask is None for one in news):
         return None
-    masks = open_bitmask(len(admitted), 1, vocab=vocab)
-    for at, one in enumerate(admitted):
-        if one.grammar is not None:
-            masks[at, 0] = _first_mask(one, vocab)
+    masks = open_bitmask(len(news), 1, vocab=vocab)
+    for at, one in enumerate(news):
+        if one.bitmask is not None:
+            masks[at, 0] = one.bitmask
     return send(masks, device)

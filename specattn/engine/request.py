@@ -189,6 +189,7 @@ class RunningRequest:
     ``level`` is that of the steps that it needs. It is a `HostRequest`: ``tokens`` are all its
     tokens; the bonus token, last, holds no KV. While its first token is ``awaited``, its prompt
     has been launched and not read; if it is ``held`` then, no step may begin before it is read.
+    It is ``ready`` while the draft reads all of its text.
     """
 
     request: Request
@@ -199,6 +200,7 @@ class RunningRequest:
     stream: TextStream | None = None
     awaited: bool = False
     held: bool = False
+    ready: bool = True
     end_ids: frozenset[int] = field(init=False)
     grammar: Grammar | None = field(init=False, default=None)
     level: Level = field(init=False)

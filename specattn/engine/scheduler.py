@@ -122,6 +122,7 @@ class Scheduler:
             If rows or slots run out. Rows that were given are not taken back: see `roll_back`.
         """
         admitted = []
+        self.configs.prepare(len(self.running) + len(items))
         for request, result in items:
             donor, shared = self._donor(request.prompt)
             row = self.table.allocate(share=donor, share_len=shared)
@@ -130,6 +131,7 @@ class Scheduler:
             if request.stop and self._detokenize is not None:
                 stream = TextStream.of(request, self._detokenize)
             admitted.append(RunningRequest(request, result, row, shared, eos, stream))
+            admitted[-1].ready = self.configs.drafting and self._read(donor, shared)
             self.running.append(admitted[-1])
         holders = self.running if whole else admitted
         self.table.reserve(
@@ -181,7 +183,7 @@ class Scheduler:
         rooms = [self.table.max_context_len - one.length for one in going]
         if not going:
             return groups
-        chosen = self._choose(rooms)
+        chosen = self._choose(going, rooms)
         for one, room in zip(going, rooms, strict=True):
             groups.setdefault(self.configs.fit(chosen, room), []).append(one)
         scheduled: Groups = {}
@@ -213,7 +215,7 @@ class Scheduler:
         gains = [config.num_steps + 1 if one in own else 0 for one in going]
         limit = self.table.max_context_len
         rooms = [limit - gain - one.length for one, gain in zip(going, gains, strict=True)]
-        following = self._choose(rooms)
+        following = self._choose(going, rooms)
         if following.reserve_len > min(rooms):
             return {}
         try:
@@ -230,10 +232,13 @@ class Scheduler:
         full = one.length >= self.table.max_context_len
         return not (one.held or full or 1 + in_flight >= one.request.max_new_tokens)
 
-    def _choose(self, rooms: Sequence[int]) -> SpecConfig:
+    def _choose(self, going: Sequence[RunningRequest], rooms: Sequence[int]) -> SpecConfig:
         """Return the next step's config, asking the policy if there are several."""
         configs = self.configs
-        return configs.choose(rooms) if configs.adaptive else configs.current
+        if not configs.adaptive:
+            return configs.current
+        ready = None if configs.bare is None else sum(one.ready for one in going)
+        return configs.choose(rooms, ready)
 
     def _reserve(
         self, config: SpecConfig, group: Sequence[RunningRequest], gains: Sequence[int]
@@ -351,6 +356,10 @@ class Scheduler:
             if shared > best[1]:
                 best = (one.row, shared)
         return best
+
+    def _read(self, donor: int, shared: int) -> bool:
+        """Whether the draft has read what is shared with a row."""
+        return not shared or all(one.ready for one in self.running if one.row == donor)
 
     def _shareable(self, prompt: Sequence[int], common: int) -> int:
         """Return how many tokens of a common prefix can be shared.

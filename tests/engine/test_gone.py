@@ -66,6 +66,7 @@ def test_what_is_dropped_waits_for_nobody_but_steps_in_flight(monkeypatch):
     run = engine((3, 4, 9))
     rows, decoder, waited = admitted(run), run.decoder(run.config), []
     pending = decoder.step_async(rows)
+    gc.collect()  # what other tests have left
     monkeypatch.setattr(type(pending), "ready", property(lambda one: one.waited))
     monkeypatch.setattr(type(pending), "wait", lambda one: waited.append(one))
     flight = decoder._in_flight

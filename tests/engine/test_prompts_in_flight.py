@@ -10,6 +10,7 @@ import torch
 
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
+from specattn.engine.prompts import WaitedPrompts
 from specattn.errors import CapacityError
 from specattn.speculative.prompts.prefill import Prefill
 from specattn.speculative.prompts.runner import PromptRunner
@@ -139,6 +140,70 @@ def test_what_runs_waits_for_one_chunk_at_most(models, monkeypatch):
         assert result.tokens == dense_greedy(models[0], request.prompt, count)
 
 
+class Clock:
+    """A device that takes a unit for a step, and one for 16 places of a chunk.
+
+    The host takes no time, and waits for what it reads.
+    """
+
+    def __init__(self, monkeypatch, run: Engine) -> None:
+        self.now = self.end = self.longest = 0.0
+        self.ends: dict[int, float] = {}
+        self.kept: list[PendingStep] = []
+        runner = run._admission.prompts
+        launch, group, wait = runner._launch, run._flight._launch_group, PendingStep.wait
+
+        def chunk(prompts, pieces):
+            took = sum(piece.places for piece in pieces) / 16
+            self.longest = max(self.longest, took)
+            return self.begin(launch(prompts, pieces), took)
+
+        def step(config, of):
+            found = group(config, of)
+            self.begin(found.pending, 1.0)
+            return found
+
+        def waited(pending):
+            self.now = max(self.now, self.ends[id(pending)])
+            return wait(pending)
+
+        monkeypatch.setattr(runner, "_launch", chunk)
+        monkeypatch.setattr(run._flight, "_launch_group", step)
+        monkeypatch.setattr(PendingStep, "wait", waited)
+
+    def begin(self, pending: PendingStep, took: float) -> PendingStep:
+        self.end = max(self.end, self.now) + took
+        self.ends[id(pending)] = self.end
+        self.kept.append(pending)
+        return pending
+
+
+@pytest.mark.parametrize("tree", ["plain", "chain"])
+@pytest.mark.parametrize("chunk", [512, 128])
+def test_a_gap_is_two_steps_and_a_chunk_at_most(monkeypatch, tree, chunk):
+    """Prompts of a third to all of 384 tokens; two of three come while others run."""
+    config = SpecConfig(*TREES[tree], 448, 8)
+    target, draft = TinyTarget(device=DEVICE), TinyDraft(device=DEVICE)
+    options = {"backend": "torch_native", "prompt_chunk": chunk, "prompt_buckets": ()}
+    run = Engine(target, draft if tree == "chain" else None, config, **options)
+    rng, told = random.Random(7), {}
+    requests = [
+        Request([rng.randrange(61) for _ in range(rng.randint(128, 384))], rng.randint(20, 40))
+        for _ in range(24)
+    ]
+    clock = Clock(monkeypatch, run)
+    run.generate(requests, lambda at, new: told.setdefault(at, []).append(clock.now))
+    gaps = [
+        later - before
+        for at, times in told.items()
+        # those that found nobody running ran one after the other, before any step
+        for before, later in list(pairwise(times))[at < config.max_num_reqs :]
+    ]
+    assert clock.longest > 0.9 * chunk / 16
+    assert max(gaps) > 128 / 16, "some waited for a chunk"
+    assert max(gaps) <= 2 + chunk / 16
+
+
 def test_a_prompt_in_parts_may_be_dropped(models):
     run = make(models, "plain", prompt_chunk=8)
     (first,) = run.add([Request([1, 2, 3], 25)])
@@ -240,7 +305,8 @@ def test_setups_that_need_the_host_run_prompts_as_before(models):
 
     run = make((Own(device=DEVICE), models[1]))
     assert isinstance(run._admission.prompts, PromptRunner)
-    run._admission.prompts = Prefill.of(run._decoders.setup)
+    setup = run._decoders.setup
+    run._admission.prompts = WaitedPrompts(Prefill.of(setup), setup.states)
     requests = requests_of(8, 7)
     for request, result in zip(requests, run.generate(requests), strict=True):
         want = dense_greedy(models[0], request.prompt, request.max_new_tokens)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from specattn.attention.bound import BoundLayers
     from specattn.buffers import Fingerprint
-    from specattn.speculative.proposers.proposer import BoundPrompt
+    from specattn.speculative.proposers.proposer import BoundPrompt, Proposer
     from specattn.speculative.sampling.processors import ProcessorStates
     from specattn.speculative.step.host_buffers import HostBuffers, LogprobBuffers
     from specattn.speculative.step.setup import StepSetup
@@ -38,12 +38,14 @@ if TYPE_CHECKING:
 class Phase(Enum):
     """A phase of a chunk; a graph records one.
 
-    The target's forward, first tokens, and what follows them: the proposer's part and admission.
+    The target's forward, first tokens, and what follows them: the proposer's part and admission, or
+    admission alone.
     """
 
     TARGET = "prompts"
     FIRST = "first tokens"
     ADMIT = "prompts' drafts"
+    BARE = "prompts without drafts"
 
 
 class PromptPart(NamedTuple):
@@ -67,7 +69,12 @@ class PromptPart(NamedTuple):
         return f"{name} ({self.level.name.lower()})" if self.level else name
 
 
-TARGET, ADMIT = PromptPart(Phase.TARGET), PromptPart(Phase.ADMIT)
+TARGET, ADMIT, BARE = (PromptPart(one) for one in (Phase.TARGET, Phase.ADMIT, Phase.BARE))
+
+
+def of_prompts(part: str) -> bool:
+    """Return whether a report names a part of chunks, not steps."""
+    return part.startswith(tuple(phase.value for phase in Phase))
 
 
 class PromptMemory:
@@ -84,17 +91,31 @@ class PromptMemory:
         Places and pieces.
     longest : int
         The longest prompt, up to where a chunk ends it.
+    resting : Proposer, optional
+        What reads chunks while a draft rests, see `Proposer.at_rest`.
     """
 
     def __init__(
-        self, setup: StepSetup, host: HostBuffers, size: int, count: int, longest: int
+        self,
+        setup: StepSetup,
+        host: HostBuffers,
+        size: int,
+        count: int,
+        longest: int,
+        resting: Proposer | None = None,
     ) -> None:
+        self.resting = resting
         self.setup, self.host, self.longest = setup, host, longest
         device = setup.device
         self.tokens = ChunkTokens.alloc(size, None, device)
         self.pieces = ChunkPieces.alloc(count, None, device)
         self.qo_indptr = torch.zeros(count + 1, dtype=torch.int32, device=device)
         self.packed = torch.zeros(count, 2, dtype=torch.int64, device=device)
+        # of every piece, its tokens and then the place behind them, which is row 0's
+        self.states: tuple[Tensor, Tensor] | None = None
+        if not setup.target.shares_prefixes and setup.proposer.read_ahead:
+            rows = torch.zeros(2 * count, dtype=torch.int64, device=device)
+            self.states = rows, torch.zeros(2 * count + 1, dtype=torch.int32, device=device)
         # what the target leaves for later parts
         self._kept: dict[str, Tensor] = {}
 
@@ -134,15 +155,28 @@ class PromptMemory:
             max_q_len=min(size, self.longest),
             max_seq_len=self.longest,
             page_size=setup.config.page_size,
+            states=self.states,
         )
         return ChunkViews(setup.config, setup.table, setup.states, tokens, pieces, plan)
+
+    def leave_places_behind(self) -> None:
+        """Keep the places behind prompts from layers with states."""
+        if self.states is None:
+            return
+        (rows, offsets), pieces, starts = self.states, self.pieces, self.qo_indptr
+        rows[::2] = pieces.rows
+        offsets[::2] = starts
+        read = torch.where(starts[1:] > starts[:-1], pieces.last + 1, starts[:-1])
+        offsets[1::2] = read.to(torch.int32)
 
     def launch(self, size: int) -> PromptLaunch:
         """Return the launch of so many places; the most come first."""
         chunk = self.views(size)
         bound = self.setup.proposer.bind_prompt(chunk)
+        resting = None if self.resting is None else self.resting.bind_prompt(chunk)
         assert bound is not None
-        return PromptLaunch(TARGET, self, chunk, self.setup.target.backend.bind(chunk.plan), bound)
+        attend = self.setup.target.backend.bind(chunk.plan)
+        return PromptLaunch(TARGET, self, chunk, attend, bound, resting)
 
 
 @dataclass(frozen=True)
@@ -154,7 +188,15 @@ class PromptLaunch:
     chunk: ChunkViews
     attend: BoundLayers
     bound: BoundPrompt
+    resting: BoundPrompt | None = None
     processing: Processing | None = None
+
+    def of(self, part: PromptPart) -> PromptLaunch:
+        """Return another part of the chunk."""
+        if part.phase is not Phase.BARE:
+            return replace(self, part=part)
+        assert self.resting is not None
+        return replace(self, part=part, bound=self.resting)
 
     def with_processing(
         self, processors: ProcessorStates, logprobs: LogprobBuffers
@@ -169,8 +211,8 @@ class PromptLaunch:
     @property
     def graphs(self) -> bool:
         """Whether the attention of the part may be recorded."""
-        attends = {Phase.TARGET: (self.attend,), Phase.FIRST: (), Phase.ADMIT: self.bound.attending}
-        return all(one.graphs for one in attends[self.part.phase])
+        attends = {Phase.TARGET: (self.attend,), Phase.FIRST: ()}
+        return all(one.graphs for one in attends.get(self.part.phase, self.bound.attending))
 
     def pad(self) -> None:
         """Turn all pieces into padding, whichever part runs."""
@@ -204,11 +246,13 @@ class PromptLaunch:
             pieces_out=chunk.pieces.start(memory.qo_indptr),
             tokens_out=chunk.tokens.start,
         )
+        memory.leave_places_behind()
 
     def forward(self) -> None:
         """Run the target; keep the logits after every piece, and the features."""
         memory, tokens, pieces = self.memory, self.chunk.tokens, self.chunk.pieces
         target, proposer = memory.setup.target.model, memory.setup.proposer
+        memory.setup.target.begin(pieces.rows, pieces.seq_lens)
         fill_all([self.attend])
         out = target.forward(tokens.tokens, tokens.positions, self.attend, pieces.last)
         check_logits(out.logits, len(pieces.last), target.vocab_size)
@@ -281,6 +325,7 @@ class PromptLaunch:
             tokens=chunk.tokens,
             pieces=chunk.pieces,
             qo_indptr=memory.qo_indptr,
+            piece_states=memory.states,
             **host,
         )
         if self.processing is not None:

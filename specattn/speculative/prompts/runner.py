@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -18,6 +18,7 @@ from specattn.errors import CapacityError, CaptureError
 from specattn.kernels.prompts import COLUMNS
 from specattn.speculative.prompts.launch import (
     ADMIT,
+    BARE,
     TARGET,
     Phase,
     PromptLaunch,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from specattn.cuda_graph import GraphReport
     from specattn.speculative.prompts.prompt import Prompt
+    from specattn.speculative.proposers.proposer import Proposer
     from specattn.speculative.sampling.params import SamplingParams
     from specattn.speculative.sampling.processors import ProcessorStates
     from specattn.speculative.step.host_buffers import PendingStep, TokenLogprobs
@@ -67,12 +69,39 @@ class NewPrompt:
         What its first token needs.
     bitmask : Tensor, optional
         ``[ceil(V / 32)]`` int32 on the host, of a request with a grammar: its first tokens.
+    drafts : bool
+        Whether the proposer reads it; a chunk without any such prompt leaves the proposer out.
     """
 
     prompt: Prompt
     sampling: SamplingParams
     level: Level = Level.GREEDY
     bitmask: Tensor | None = None
+    drafts: bool = True
+
+
+class KnownTokens(NamedTuple):
+    """The first tokens of prompts that were waited for.
+
+    Parameters
+    ----------
+    tokens : list of int
+        A token per prompt.
+    scored : LogprobBuffers or None
+        Their log-probabilities on the host.
+    """
+
+    tokens: list[int]
+    scored: LogprobBuffers | None
+
+    def wait(self) -> list[list[int]]:
+        """Return them, see `PendingStep.wait`."""
+        return [[token] for token in self.tokens]
+
+    def logprobs(self, at: int, count: int) -> list[TokenLogprobs]:
+        """Return those of one prompt, see `PendingStep.logprobs`."""
+        assert self.scored is not None
+        return self.scored.read(at, 1, count)
 
 
 class FirstToken(NamedTuple):
@@ -80,13 +109,13 @@ class FirstToken(NamedTuple):
 
     Parameters
     ----------
-    pending : PendingStep
+    pending : PendingStep or KnownTokens
         The chunk that the prompt ends in.
     at : int
         Which of its pieces.
     """
 
-    pending: PendingStep
+    pending: PendingStep | KnownTokens
     at: int
 
     def wait(self) -> int:
@@ -128,11 +157,14 @@ class PromptWave:
         What has not been launched.
     firsts : dict of int to FirstToken
         Of prompts that were launched to their ends, by their places.
+    launched : int
+        How many chunks of them were.
     """
 
     prompts: Sequence[NewPrompt]
     left: deque[Piece]
     firsts: dict[int, FirstToken] = field(default_factory=dict)
+    launched: int = 0
 
 
 class PromptRunner:
@@ -151,6 +183,9 @@ class PromptRunner:
         Places of chunks to capture; none runs all chunks eagerly.
     chunk : int
         Most places of a chunk.
+    resting : Proposer, optional
+        What reads chunks that leave the proposer out, see `Proposer.at_rest`: such are captured,
+        too.
 
     Raises
     ------
@@ -159,13 +194,24 @@ class PromptRunner:
 
     Attributes
     ----------
+    waits : bool
+        False, see `specattn.engine.prompts.Prompts`.
     proposer : Proposer
         The source of draft tokens.
     targets, firsts : GraphRunner
         Count replays and eager runs of targets and proposers, and of first tokens.
     """
 
-    def __init__(self, setup: StepSetup, *, buckets: Sequence[int], chunk: int = 4096) -> None:
+    waits = False
+
+    def __init__(
+        self,
+        setup: StepSetup,
+        *,
+        buckets: Sequence[int],
+        chunk: int = 4096,
+        resting: Proposer | None = None,
+    ) -> None:
         self.setup, device, options = setup, setup.device, setup.options
         self.proposer = setup.proposer
         # a prompt's end may need two places
@@ -174,6 +220,8 @@ class PromptRunner:
         for one in wanted:
             whole_number("every one of prompt_buckets", one, 2)
         self.buckets = sorted({min(one, chunk) for one in wanted})
+        self._resting = resting
+        self._admits = (ADMIT,) if resting is None else (ADMIT, BARE)
         self._longest = setup.table.max_context_len
         # with room for pieces that are padding
         self._most = max(min(len(setup.table.req_to_token) - 1, MOST_PIECES), PIECES)
@@ -208,12 +256,17 @@ class PromptRunner:
 
     @classmethod
     def of(
-        cls, setup: StepSetup, *, buckets: Sequence[int] | None = None, chunk: int = 4096
+        cls,
+        setup: StepSetup,
+        *,
+        buckets: Sequence[int] | None = None,
+        chunk: int = 4096,
+        resting: Proposer | None = None,
     ) -> Self | None:
         """Return what runs a setup's prompts, if that needs no host.
 
-        It does where a backend plans on the host, a model keeps states by row, or a proposer has no
-        `Proposer.bind_prompt`: then `Prefill` runs them.
+        It does where a backend plans on the host, or a proposer has no `Proposer.bind_prompt`: then
+        `Prefill` runs them.
 
         Parameters
         ----------
@@ -222,7 +275,7 @@ class PromptRunner:
         buckets : sequence of int, optional
             As above; by default `BUCKETS` where graphs are recorded, up to the first that holds a
             context, else none.
-        chunk : int
+        chunk, resting
             As above.
 
         Raises
@@ -230,8 +283,7 @@ class PromptRunner:
         ValueError
             As above.
         """
-        by_slot = all(slot.shares_prefixes for slot in setup.slots)
-        if setup.plans_on_host or not by_slot or not binds_prompts(setup.proposer):
+        if setup.plans_on_host or not binds_prompts(setup.proposer):
             return None
         host = HostBuffers.alloc(1, 1, 2, setup.device)
         chunk_of_one = PromptMemory(setup, host, 1, 1, 1).views(1)
@@ -244,7 +296,7 @@ class PromptRunner:
             # up to the first that holds a whole context
             most = sum(size < setup.table.max_context_len for size in BUCKETS) + 1
             buckets = BUCKETS[:most] if recorded else ()
-        return cls(setup, buckets=buckets, chunk=chunk)
+        return cls(setup, buckets=buckets, chunk=chunk, resting=resting)
 
     def capture(
         self, *levels: Level, processors: ProcessorStates | None = None, or_eager: bool = False
@@ -275,7 +327,7 @@ class PromptRunner:
         firsts = [PromptPart(Phase.FIRST, level) for level in sorted(asked)]
         if not self.buckets or self._tried.issuperset(firsts):
             return
-        _capture(self.targets, [TARGET, ADMIT], self._tried, or_eager=or_eager)
+        _capture(self.targets, [TARGET, *self._admits], self._tried, or_eager=or_eager)
         # they read what the target has left
         if self.targets.captured(TARGET):
             _capture(self.firsts, firsts, self._tried, or_eager=or_eager)
@@ -334,6 +386,7 @@ class PromptRunner:
             size, count = largest, PIECES
         pieces = _cut(wave.left, size, count)
         pending = self._launch(wave.prompts, pieces)
+        wave.launched += 1
         for at, piece in enumerate(pieces):
             if piece.stop == len(wave.prompts[piece.prompt].prompt.tokens):
                 wave.firsts[piece.prompt] = FirstToken(pending, at)
@@ -361,7 +414,8 @@ class PromptRunner:
         first = PromptPart(Phase.FIRST, min(level, Level.PROCESSED))
         steps.make_room()
         steps.begin()
-        target, admit, choose = self._ready(first, size, len(pieces))
+        last = ADMIT if any(one.drafts for one in own) else BARE
+        target, admit, choose = self._ready(last, first, size, len(pieces))
         launch = target.program
         assert isinstance(launch, PromptLaunch)
         for one, piece in zip(own, pieces, strict=True):
@@ -373,25 +427,25 @@ class PromptRunner:
         steps.moved()
         self.targets.replay(TARGET, target)
         self.firsts.replay(first, choose)
-        self.targets.replay(ADMIT, admit)
+        self.targets.replay(last, admit)
         rows = tuple(one.prompt.row for one in own)
         return steps.launched(len(pieces), rows, processed=level >= Level.PROCESSED)
 
-    def _ready(self, first: PromptPart, size: int, count: int) -> tuple[Captured, ...]:
+    def _ready(
+        self, last: PromptPart, first: PromptPart, size: int, count: int
+    ) -> tuple[Captured, ...]:
         """Return what serves a chunk: graphs, or parts that run eagerly."""
         if count <= PIECES and size <= self._largest and self.firsts.captured(first):
-            return *self.targets.ready((TARGET, ADMIT), size), *self.firsts.ready((first,), PIECES)
-        memory = PromptMemory(self.setup, self._in_flight.host, size, count, self._longest)
+            return *self.targets.ready((TARGET, last), size), *self.firsts.ready((first,), PIECES)
+        memory = self._memory_for(size, count)
         launch = memory.launch(size)
-        return tuple(
-            Captured(size, self._for_part(launch, part)) for part in (TARGET, ADMIT, first)
-        )
+        return tuple(Captured(size, self._for_part(launch, part)) for part in (TARGET, last, first))
 
     @property
     def _largest(self) -> int:
         """The most places of a captured chunk; 0 without any."""
-        sizes = set(self.targets.captured(TARGET)).intersection(self.targets.captured(ADMIT))
-        return max(sizes, default=0)
+        parts = map(self.targets.captured, (TARGET, *self._admits))
+        return max(set.intersection(*map(set, parts)), default=0)
 
     def _write(
         self, entry: int, own: Sequence[NewPrompt], pieces: Sequence[Piece], count: int
@@ -423,18 +477,20 @@ class PromptRunner:
         """Return what runs a part of so many places, over shared buffers."""
         if self._memory is None:
             largest = self.buckets[-1]
-            self._memory = PromptMemory(
-                self.setup, self._in_flight.host, largest, PIECES, self._longest
-            )
+            self._memory = self._memory_for(largest, PIECES)
         if size not in self._launches:
             self._launches[size] = self._memory.launch(size)
         return self._for_part(self._launches[size], part)
+
+    def _memory_for(self, size: int, count: int) -> PromptMemory:
+        host = self._in_flight.host
+        return PromptMemory(self.setup, host, size, count, self._longest, self._resting)
 
     def _first_of(self, part: PromptPart, _: int) -> PromptLaunch:
         return self._launch_of(part, self.buckets[-1])
 
     def _for_part(self, launch: PromptLaunch, part: PromptPart) -> PromptLaunch:
-        launch = replace(launch, part=part)
+        launch = launch.of(part)
         if part.level is not Level.PROCESSED:
             return launch
         logprobs = self._in_flight.logprobs

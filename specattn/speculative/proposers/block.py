@@ -152,7 +152,7 @@ def bind_block(  # noqa: PLR0913 - as its docstring says
     """
     if any(not (view.causal or view.anchored) for view in views):
         raise ValueError("a view must be causal or anchored: no window looks ahead")
-    windowed = any(layer.backend.config.window_left >= 0 for layer in backend.layers)
+    windowed = any(layer.backend.config.window_left >= 0 for layer in backend.attends)
     distinct, (batch, size), plans = list(dict.fromkeys(views)), positions.shape, []
     for view in distinct:
         # causal kernels have windows of their own

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specattn.config import SpecConfig
     from specattn.speculative.prompts.buffers import ChunkViews
     from specattn.speculative.proposers.block import BlockDraftModel
-    from specattn.speculative.proposers.proposer import PromptChunk
+    from specattn.speculative.proposers.proposer import PromptChunk, Proposer
     from specattn.speculative.step.buffers import StepViews
 
 
@@ -41,6 +41,10 @@ class DFlashProposer(ModelProposer):
     """
 
     model: BlockDraftModel
+
+    def at_rest(self, nothing: Proposer) -> Proposer:
+        """Return nothing: what it proposes follows from its states, whatever they are."""
+        return nothing
 
     def draft_len(self, config: SpecConfig) -> int:
         """Return the block's columns, or the accepted path's."""
@@ -69,7 +73,7 @@ class DFlashProposer(ModelProposer):
         """Write the prompts' context; nothing else is kept."""
         assert chunk.features is not None
         states, slots = self.model.combine(chunk.features), chunk.plan.out_slots
-        self.model.write_context(states, chunk.positions, self.slot.backend.pool, slots)
+        self.model.write_context(states, chunk.positions, self.slot.backend.kv, slots)
         return {}
 
     def bind_prompt(self, chunk: ChunkViews) -> BoundPrompt:
@@ -84,7 +88,7 @@ class _BoundContext(BoundPrompt):
         """Write the context; slots of padding are skipped."""
         assert features is not None
         model, chunk = self.proposer.model, self.chunk
-        pool, slots = self.proposer.slot.backend.pool, chunk.plan.out_slots
+        pool, slots = self.proposer.slot.backend.kv, chunk.plan.out_slots
         model.write_context(model.combine(features), chunk.tokens.positions, pool, slots)
         return {}
 
@@ -145,6 +149,6 @@ class BoundDFlash(BoundProposer):
         width = buffers.features.shape[1]
         states = model.combine(buffers.features.flatten(0, 1))
         positions = buffers.rotary(buffers.positions[:, :width])
-        pool, slots = self.proposer.slot.backend.pool, buffers.window[:, :width]
+        pool, slots = self.proposer.slot.backend.kv, buffers.window[:, :width]
         model.write_context(states, positions.flatten(), pool, slots)
         return {}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from specattn.speculative.model import DraftModel, DraftOutput
     from specattn.speculative.prompts.buffers import ChunkViews
     from specattn.speculative.proposers.draft import Draws
-    from specattn.speculative.proposers.proposer import PromptChunk
+    from specattn.speculative.proposers.proposer import PromptChunk, Proposer
     from specattn.speculative.step.buffers import StepViews
 
 
@@ -48,6 +48,10 @@ class EagleProposer(ModelProposer):
     """
 
     model: DraftModel
+
+    def at_rest(self, nothing: Proposer) -> Proposer:
+        """Return nothing: what it proposes follows from its states, whatever they are."""
+        return nothing
 
     def draft_len(self, config: SpecConfig) -> int:
         """Return the columns of all draft forwards, or of the extend."""

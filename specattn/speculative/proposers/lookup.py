@@ -217,6 +217,10 @@ class LookupFirst(Proposer):
         """Return the same with the other as it is made."""
         return type(self)(self.lookup, self.other.make(slot))
 
+    def at_rest(self, nothing: Proposer) -> Proposer | None:
+        """Return lookup, which must know the text, if the other may rest."""
+        return None if self.other.at_rest(nothing) is None else self.lookup
+
     def state_fields(self, config: SpecConfig) -> Mapping[str, StateField]:
         """Return the fields of both; lookup behind lookup shares the text."""
         own, others = self.lookup.state_fields(config), self.other.state_fields(config)

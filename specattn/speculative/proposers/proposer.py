@@ -182,6 +182,15 @@ class Proposer(ABC):
         """
         return BoundPrompt(self, chunk) if type(self).prompt is Proposer.prompt else None
 
+    def at_rest(self, nothing: Proposer) -> Proposer | None:
+        """Return what still reads texts while its model rests; ``nothing`` reads none.
+
+        Then it may be asked for proposals over texts that its model has not read. Such gain little,
+        but must be proposals: rooted in the newest token, and of tokens that there are. None says
+        that it must read every text: its model never rests.
+        """
+        return None
+
     def make(self, slot: Callable[[Any], ModelSlot[Any]]) -> Self:
         """Return the proposer over a slot for its model; see `ProposerFactory`."""
         return self

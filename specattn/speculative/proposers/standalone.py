@@ -23,7 +23,7 @@ from specattn.speculative.proposers.eagle import BoundEaglePrompt, EagleProposer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from specattn.config import AttnConfig, SpecConfig
+    from specattn.config import LayerConfig, SpecConfig
     from specattn.plan import ExtendPlan
     from specattn.speculative.model import Attend, ModelSlot, TargetModel
     from specattn.speculative.prompts.buffers import ChunkViews
@@ -55,8 +55,8 @@ class LMDraft:
     target_ids: ClassVar[Tensor | None] = None
 
     @property
-    def layers(self) -> tuple[AttnConfig, ...]:
-        """The attention geometry of every layer."""
+    def layers(self) -> tuple[LayerConfig, ...]:
+        """What every layer is."""
         return self.model.layers
 
     @property
