@@ -19,6 +19,7 @@ from specattn.integrations.transformers.processors import PrefixGrammar
 from specattn.models import HFTarget, LMDraft, load_draft, quantise_model
 from specattn.models.fused.scaled import ScaledProjection
 from specattn.models.hub import PAIR
+from specattn.speculative.prompts.launch import ADMIT, TARGET, Phase, PromptPart
 from specattn.speculative.proposers.lookup import LookupProposer
 from specattn.speculative.sampling.logits_processor import LogitsProcessor
 from tests.distributions import Distribution, joint, p_value
@@ -652,3 +653,36 @@ def test_a_wrong_draft_is_named(model, options, error, match):
     with pytest.raises(error, match=match):
         ours(model, prompts(1), max_new_tokens=3, **options)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("lengths", [(9,), (12, 5), (30, 3, 7)])
+def test_first_tokens_come_by_the_engines_chunks(model, monkeypatch, lengths):
+    """The first token of a call is that of a captured chunk, of every call."""
+    made = functools.partial(serving.Engine, prompt_buckets=(16, 48))
+    monkeypatch.setattr(serving, "Engine", made)
+    ids = torch.full((len(lengths), max(lengths)), PAD)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        # none shares a prefix with another, which would come one after the other
+        ids[row, -length:] = torch.arange(5 * row, 5 * row + length) % (VOCAB - 3) + 3
+        mask[row, -length:] = 1
+    settings = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+    want = model.generate(ids, pad_token_id=PAD, **settings)
+    for turn in (1, 2):
+        got = model.generate(ids, pad_token_id=PAD, custom_generate=specattn.generate, **settings)
+        assert got.equal(want)
+        ((engine, _),) = serving.SERVED[model].engines.values()
+        chunks = engine._admission.prompts
+        assert not chunks.waits
+        assert chunks.targets.stats.replays == {TARGET: turn, ADMIT: turn}
+        assert chunks.firsts.stats.replays == {PromptPart(Phase.FIRST): turn}
+        assert not chunks.targets.stats.eager
+
+
+@pytest.mark.gpu
+def test_chunks_inside_transformers_are_recorded():
+    model = build().cuda()
+    ids = torch.arange(3, 19, device="cuda")[None]
+    model.generate(ids, max_new_tokens=3, custom_generate=specattn.generate)
+    ((engine, _),) = serving.SERVED[model].engines.values()
+    assert engine._admission.prompts.targets.recorded(TARGET)

@@ -80,8 +80,17 @@ def _register_algorithm() -> None:
 
         return SpecAttnWorker
 
-    for name, kind in ((names.ALGORITHM, SpecAttnAlgorithm), (names.EAGLE, SpecAttnEagle)):
-        SpeculativeAlgorithm.register(name, supports_overlap=True, spec_class=kind)(worker)
+    def block_worker(server_args: Any) -> Any:
+        from specattn.integrations.sglang.worker import BlockWorker
+
+        return BlockWorker
+
+    for name, kind, made in (
+        (names.ALGORITHM, SpecAttnAlgorithm, worker),
+        (names.EAGLE, SpecAttnEagle, worker),
+        (names.DFLASH, SpecAttnEagle, block_worker),
+    ):
+        SpeculativeAlgorithm.register(name, supports_overlap=True, spec_class=kind)(made)
 
 
 def _serve_latent() -> None:

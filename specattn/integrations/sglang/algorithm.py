@@ -1,25 +1,29 @@
 """``--speculative-algorithm SPECATTN``, as SGLang's dispatch sees it.
 
 To everything but its worker it is an EAGLE-3 algorithm, or EAGLE with heads that read the target's
-last state alone: the target gives features, the head's pool has the target's slots, the radix cache
-is keyed by pairs of tokens, and slots are reserved before every step.
+last state alone, and with DFlash heads: the target gives features, the head's pool has the target's
+slots, the radix cache is keyed by pairs of tokens, and slots are reserved before every step.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from transformers import PretrainedConfig
 
 from specattn.config import SpecConfig
-from specattn.errors import UnsupportedError
+from specattn.errors import ModelError, UnsupportedError
 from specattn.integrations.sglang import names
+from specattn.models.checkpoint import says_dflash
 
-#: Steps, topk and nodes.
+if TYPE_CHECKING:
+    from specattn.speculative.proposers.block import BlockShape
+
+#: Steps, topk and nodes. Over a block topk is how many tokens of a place a tree chooses from.
 Tree = tuple[int, int, int]
 #: Options of SGLang that the algorithm does not serve, and the values that it serves.
 SERVED: dict[str, tuple[Any, ...]] = {
@@ -49,6 +53,8 @@ DEFAULT = (3, 1, 4)
 #: Other trees of larger batches: ``24:3-1-4,64:2-1-3`` names steps, topk and nodes from 24 requests
 #: on, and from 64.
 TREES_VARIABLE = "SPECATTN_SGLANG_TREES"
+#: How the head's own weights are quantised, one of `FORMATS`.
+QUANTIZATION_VARIABLE = "SPECATTN_SGLANG_DRAFT_QUANTIZATION"
 #: Requests at once where no option says how many, as for SGLang's own algorithms.
 MAX_RUNNING = 48
 
@@ -61,28 +67,93 @@ def option_refusals(server_args: Any) -> list[str]:
         if value not in served:
             found.append(f"{name}={value!r} is not served")
     if _head(server_args)[0] is None:
-        found.append("speculative_draft_model_path must name an EAGLE, EAGLE-3 or MTP head")
-    try:
-        larger_trees(_tree(server_args))
-    except ValueError as error:
-        found.append(str(error))
+        found.append("speculative_draft_model_path must name an EAGLE, EAGLE-3, MTP or DFlash head")
+    for check in (_check_trees, _check_quantization):
+        try:
+            check(server_args)
+        except (ValueError, ModelError) as error:
+            found.append(str(error))
     return found
 
 
-def _tree(args: Any) -> Tree:
-    """Return steps, topk and nodes; those of a chain follow.
+def _check_trees(args: Any) -> None:
+    block = _block(args)
+    larger_trees(_tree(args, block), block)
+
+
+def _check_quantization(args: Any) -> None:
+    kind = draft_quantization()
+    if kind is not None and _block(args) is not None:
+        raise ValueError(
+            f"{QUANTIZATION_VARIABLE}={kind} is of EAGLE-3 heads, and this is a DFlash head"
+        )
+
+
+def draft_quantization() -> str | None:
+    """Return how the environment wants the head quantised, if at all.
 
     Raises
     ------
     ValueError
-        If one of them is missing, or together they are no tree.
+        If it names no known way.
+    """
+    from specattn.models.quantisation import check_format
+
+    kind = os.environ.get(QUANTIZATION_VARIABLE) or None
+    check_format(QUANTIZATION_VARIABLE, kind)
+    return kind
+
+
+def tree_config(tree: Tree, block: BlockShape | None = None, **sizes: Any) -> SpecConfig:
+    """Return the config of steps of a tree.
+
+    Parameters
+    ----------
+    tree : tuple of int
+        Steps, topk and nodes.
+    block : BlockShape, optional
+        Of a head that drafts blocks; trees are best-first then.
+    **sizes
+        Further fields of the config.
+
+    Raises
+    ------
+    ValueError
+        If it is no tree, or deeper than the block.
+    """
+    steps, topk, nodes = tree
+    if block is None:
+        return SpecConfig(steps, topk, nodes, **sizes)
+    most = block.size - block.first_draft
+    if steps > most:
+        raise ValueError(
+            f"speculative_num_steps must be at most {most}, the tokens that a block of "
+            f"{block.size} drafts, got {steps}"
+        )
+    if topk == 1:
+        return SpecConfig(steps, 1, nodes, draft_len=block.size, **sizes)
+    return SpecConfig(steps, 1, nodes, draft_len=block.size, tree="best_first", ranks=topk, **sizes)
+
+
+def _tree(args: Any, block: BlockShape | None) -> Tree:
+    """Return steps, topk and nodes; those of a chain follow.
+
+    By default a block is drafted whole.
+
+    Raises
+    ------
+    ValueError
+        If one of them is missing, together they are no tree, or SGLang reserves less for it than
+        the block takes.
     """
     steps, topk, nodes = given = (
         args.speculative_num_steps,
         args.speculative_eagle_topk,
         args.speculative_num_draft_tokens,
     )
-    if given == (None, None, None):
+    if block is not None and (steps, topk) == (None, None) and nodes in (None, block.size):
+        steps, topk = block.size - block.first_draft, 1
+    elif given == (None, None, None):
         return DEFAULT
     if topk == 1 and steps is not None:
         nodes = steps + 1
@@ -91,17 +162,24 @@ def _tree(args: Any) -> Tree:
             "speculative_num_steps, speculative_eagle_topk and speculative_num_draft_tokens "
             f"must be given together, got {', '.join(map(str, given))}"
         )
-    config = SpecConfig(steps, topk, nodes)
-    return config.num_steps, config.topk, config.num_draft_tokens
+    tree_config((steps, topk, nodes), block)
+    if block is not None and max(steps * topk, nodes) < block.size:
+        raise ValueError(
+            f"speculative_num_draft_tokens must be at least {block.size}, the slots that the "
+            f"head's block takes, got {nodes} (speculative_dflash_block_size makes it shorter)"
+        )
+    return steps, topk, nodes
 
 
-def larger_trees(tree: Tree) -> dict[int, Tree]:
+def larger_trees(tree: Tree, block: BlockShape | None = None) -> dict[int, Tree]:
     """Return the trees that the environment names for larger batches.
 
     Parameters
     ----------
     tree : tuple of int
         Steps, topk and nodes of the smallest batches. SGLang reserves slots for these.
+    block : BlockShape, optional
+        As in `tree_config`.
 
     Returns
     -------
@@ -119,11 +197,11 @@ def larger_trees(tree: Tree) -> dict[int, Tree]:
     ]
     if not all(entries):
         raise ValueError(f"{TREES_VARIABLE} must be like '24:3-1-4,64:2-1-3', got {text!r}")
-    found, most = {}, SpecConfig(*tree)
+    found, most = {}, tree_config(tree, block)
     for entry in filter(None, entries):
         least, steps, topk, nodes = map(int, entry.groups())
-        config = SpecConfig(steps, topk, nodes)
-        if not steps or topk > most.topk or config.reserve_len > most.reserve_len:
+        config = tree_config((steps, topk, nodes), block)
+        if not steps or config.proposals > most.proposals or config.reserve_len > most.reserve_len:
             raise ValueError(
                 f"{TREES_VARIABLE} must name trees that draft, and have no more branches and nodes "
                 f"than {'-'.join(map(str, tree))}, got {entry[0]!r}"
@@ -143,6 +221,23 @@ def _head(server_args: Any) -> tuple[str | None, str | None]:
     if _config(args.model_path, args.revision).get("num_nextn_predict_layers"):
         return args.model_path, args.revision
     return None, None
+
+
+def _block(server_args: Any) -> BlockShape | None:
+    """Return the block of a DFlash head, None of other heads.
+
+    Raises
+    ------
+    ModelError, ValueError
+        If it is not served, or has no such block.
+    """
+    path, revision = _head(server_args)
+    if path is None or not says_dflash(_config(path, revision)):
+        return None
+    # SGLang's other processes need no models
+    from specattn.integrations.sglang import blocks
+
+    return blocks.asked_block(blocks.checkpoint_of(path, revision), server_args)
 
 
 def _config(path: str | None, revision: str | None) -> dict[str, Any]:
@@ -198,11 +293,15 @@ class SpecAttnAlgorithm(CustomSpecAlgo):
         args = server_args
         head = _head(args)
         args.speculative_draft_model_path, args.speculative_draft_model_revision = head
-        kinds = _config(*head).get("architectures") or [""]
-        if "eagle3" not in kinds[0].lower():
-            # SGLang's other processes see these options, and no more
+        kinds, block = _config(*head).get("architectures") or [""], _block(args)
+        # SGLang's other processes see these options, and no more
+        if block is not None:
+            args.speculative_algorithm = names.DFLASH
+        elif "eagle3" not in kinds[0].lower():
             args.speculative_algorithm = names.EAGLE
-        steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens = _tree(args)
+        steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens = _tree(args, block)
+        if block is not None:
+            args.speculative_dflash_block_size = block.size
         args.speculative_num_steps = steps
         if args.max_running_requests is None:
             args.max_running_requests = MAX_RUNNING
@@ -210,7 +309,10 @@ class SpecAttnAlgorithm(CustomSpecAlgo):
 
 
 class SpecAttnEagle(SpecAttnAlgorithm):
-    """The same for EAGLE and MTP heads, which read the last state."""
+    """The same where SGLang asks the target for its last state alone.
+
+    EAGLE and MTP heads read that. For DFlash heads `BlockWorker` asks for others.
+    """
 
     def is_eagle3(self) -> bool:
         """Say that the target gives no states of other layers."""

@@ -7,23 +7,26 @@ several ranks each has its own heads and columns, and sums and gathers by SGLang
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from specattn.errors import UnsupportedError
-from specattn.kernels.fused.stream import ready
-from specattn.models import Eagle3Head, FusedTarget
+from specattn.integrations.sglang.readers import projection_of
+from specattn.models import DFlashHead, Eagle3Head, FusedTarget
 from specattn.models.fused.block import Block, Feed, GatedFeed, RotaryTable
 from specattn.models.fused.family import FAMILIES, Family
 from specattn.models.fused.projection import Projection
+from specattn.models.fused.readers import UnreadError
+from specattn.models.fused.scaled import quantise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from specattn.config import AttnConfig
+    from specattn.integrations.sglang.blocks import BlockHead
 
 #: The families of SGLang's classes, by module. One that derives from them may compute something
 #: else.
@@ -35,6 +38,7 @@ TARGETS = {
     "qwen3_moe.Qwen3MoeForCausalLM": FAMILIES["qwen3_moe"],
 }
 HEADS = {"llama_eagle3.LlamaForCausalLMEagle3": FAMILIES["llama"]}
+BLOCK_HEADS = {"dflash.DFlashDraftModel": FAMILIES["qwen3"]}
 #: Feed-forward parts that run as they are; they add up over ranks by themselves.
 EXPERTS = ("Qwen3MoeSparseMoeBlock",)
 #: Rotations whose angles depend on the position alone.
@@ -44,7 +48,6 @@ ROTATIONS = (
     "Llama3RotaryEmbedding",
     "YaRNScalingRotaryEmbedding",
 )
-_UNQUANTISED = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,12 +121,16 @@ def fused_target(
         eos_token_ids=eos_token_ids,
         features=tuple(captured) or (len(layers),),
     )
-    ready(target.device)
+    target.lm_head.prepare()
     return target
 
 
 def fused_head(
-    model: Any, layers: Sequence[AttnConfig], *, target_ids: Tensor | None = None
+    model: Any,
+    layers: Sequence[AttnConfig],
+    *,
+    target_ids: Tensor | None = None,
+    quantization: str | None = None,
 ) -> Eagle3Head:
     """Fuse SGLang's EAGLE-3 head over SGLang's own weights.
 
@@ -136,11 +143,13 @@ def fused_head(
     target_ids : Tensor, optional
         ``[Vd]`` int64, SGLang's ``hot_token_id``: the target token id of each draft token id; None
         if both are the same.
+    quantization : str, optional
+        How to quantise the head's own weights, one of `FORMATS`; these are copies then.
 
     Raises
     ------
     UnsupportedError
-        With all that the fused path does not compute.
+        With all that the fused path does not compute; if the weights are quantised in another way.
     """
     _refuse(model, HEADS, layers)
     inner = model.model
@@ -164,8 +173,83 @@ def fused_head(
         feature_norms=tuple(norm.weight for norm in norms) if mixes else (),
         norm_output=inner.norm_output,
     )
-    ready(head.norm.device)
+    if quantization is not None:
+        shared = model.load_lm_head_from_target or model.lm_head is inner.embed_tokens
+        head = _quantised(head, quantization, shared=shared)
+    for part in (head.fc, head.lm_head):
+        if part is not None:
+            part.prepare()
     return head
+
+
+def fused_block_head(
+    model: Any, target: Any, layers: Sequence[AttnConfig], settings: BlockHead
+) -> DFlashHead:
+    """Fuse SGLang's DFlash head over SGLang's own weights.
+
+    Parameters
+    ----------
+    model : nn.Module
+        SGLang's, with its weights loaded.
+    target : nn.Module
+        SGLang's target, whose embedding and output projection the head shares.
+    layers : sequence of AttnConfig
+        The attention geometry of every layer.
+    settings : BlockHead
+        What the head's settings say.
+
+    Raises
+    ------
+    UnsupportedError
+        With all that the fused path does not compute.
+    """
+    embed_tokens = target.get_input_embeddings()
+    found = list(_kind_reasons(model, BLOCK_HEADS))
+    if not found:
+        for part, geometry in zip(model.layers, layers, strict=True):
+            found += _layer_reasons(part, geometry, model.config)
+            found += _feed_reasons(part.mlp, FAMILIES["qwen3"], model.config)
+        found += _end_reasons(embed_tokens, target.lm_head)
+        for name in ("hidden_norm", "norm"):
+            found += _odd(name, getattr(model, name), "RMSNorm")
+        found += _block_reasons(model, embed_tokens, layers, settings)
+    if found:
+        raise UnsupportedError("DFlash head over SGLang's weights", list(dict.fromkeys(found)))
+    fc = Projection(model.fc.weight, model.fc.bias)
+    head = DFlashHead(
+        embed_tokens=_embedding(embed_tokens),
+        lm_head=_vocabulary(target),
+        blocks=_blocks(model.layers, layers),
+        fc=fc,
+        # its target says which hidden states these are
+        features=(),
+        feature_size=model.fc.in_features,
+        logit_scale=settings.logit_scale,
+        block=settings.block,
+        hidden_norm=model.hidden_norm.weight,
+        norm=model.norm.weight,
+    )
+    for part in (fc, head.lm_head):
+        part.prepare()
+    return head
+
+
+def _quantised(head: Eagle3Head, kind: str, *, shared: bool) -> Eagle3Head:
+    """Quantise a head's own weights; a shared output projection stays."""
+    (block,) = head.blocks
+    assert isinstance(block.feed, GatedFeed)
+    try:
+        gate_up, down, qkv, o = (
+            quantise(one, kind) for one in (block.feed.gate_up, block.feed.down, block.qkv, block.o)
+        )
+        fc = head.fc and quantise(head.fc, kind)
+        lm_head = head.lm_head if shared else quantise(head.lm_head, kind)
+    except ValueError as error:
+        raise UnsupportedError("fused forwards over SGLang's weights", [str(error)]) from error
+    feed = replace(block.feed, gate_up=gate_up, down=down)
+    block = replace(block, qkv=qkv, o=o, feed=feed)
+    block.prepare()
+    return replace(head, blocks=(block,), fc=fc, lm_head=lm_head)
 
 
 def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block, ...]:
@@ -178,20 +262,20 @@ def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block
         if hasattr(attention, "q_norm"):
             norms = attention.q_norm.weight, attention.k_norm.weight
         table = SGLangAngles(rotary, len(rotary.cos_sin_cache))
-        found.append(
-            Block(
-                geometry=geometry,
-                # layers share a module, and so what is made of its table
-                rotary=tables.setdefault(id(rotary), table),
-                head_norms=norms,
-                eps=part.input_layernorm.variance_epsilon,
-                input_norm=part.input_layernorm.weight,
-                post_norm=part.post_attention_layernorm.weight,
-                qkv=projection_of(attention.qkv_proj),
-                o=_summed(attention.o_proj),
-                feed=_feed(part.mlp),
-            )
+        block = Block(
+            geometry=geometry,
+            # layers share a module, and so what is made of its table
+            rotary=tables.setdefault(id(rotary), table),
+            head_norms=norms,
+            eps=part.input_layernorm.variance_epsilon,
+            input_norm=part.input_layernorm.weight,
+            post_norm=part.post_attention_layernorm.weight,
+            qkv=projection_of(attention.qkv_proj),
+            o=_summed(attention.o_proj),
+            feed=_feed(part.mlp),
         )
+        block.prepare()
+        found.append(block)
     return tuple(found)
 
 
@@ -200,11 +284,6 @@ def _feed(mlp: Any) -> Feed:
     if type(mlp).__name__ in EXPERTS:
         return Experts(mlp)
     return GatedFeed(gate_up=projection_of(mlp.gate_up_proj), down=_summed(mlp.down_proj))
-
-
-def projection_of(module: Any) -> Projection:
-    """Return what this rank holds of a module of SGLang's, not copied."""
-    return Projection(module.weight, getattr(module, "bias", None))
 
 
 def _summed(module: Any) -> Projection:
@@ -217,7 +296,7 @@ def _summed(module: Any) -> Projection:
         return whole
     # once in the sum
     bias = None if get_parallel().tp_rank else whole.bias
-    return Projection(whole.weight, bias, tensor_model_parallel_all_reduce)
+    return replace(whole, bias=bias, combine=tensor_model_parallel_all_reduce)
 
 
 def _ranks() -> int:
@@ -239,33 +318,59 @@ def _vocabulary(model: Any) -> Projection:
     """Return the output projection without the rows that pad it."""
     from sglang.srt.distributed import tensor_model_parallel_all_gather
 
-    weight, size = model.lm_head.weight, model.logits_processor.vocab_size
+    whole, size = projection_of(model.lm_head), model.logits_processor.vocab_size
     if _ranks() > 1:
-        return Projection(weight, combine=tensor_model_parallel_all_gather, size=size)
-    return Projection(weight[:size])
+        return replace(whole, combine=tensor_model_parallel_all_gather, size=size)
+    return whole.rows(0, size)
 
 
 def _refuse(model: Any, known: Mapping[str, Family], layers: Sequence[AttnConfig]) -> None:
     """Raise an UnsupportedError for a model that the kernels do not compute."""
-    kind = f"{type(model).__module__.removeprefix('sglang.srt.models.')}.{type(model).__name__}"
-    if kind not in known:
-        found = [f"model {kind} is not one of {', '.join(known)}"]
-    else:
+    found = list(_kind_reasons(model, known))
+    if not found:
         found = list(_model_reasons(model, len(layers)))
         for part, geometry in zip(model.model.layers, layers, strict=False):
             found += _layer_reasons(part, geometry, model.config)
-            found += _feed_reasons(part.mlp, known[kind], model.config)
+            found += _feed_reasons(part.mlp, known[_kind(model)], model.config)
     if found:
         raise UnsupportedError("fused forwards over SGLang's weights", list(dict.fromkeys(found)))
+
+
+def _kind(model: Any) -> str:
+    """Return the name of a class of SGLang's, by module."""
+    return f"{type(model).__module__.removeprefix('sglang.srt.models.')}.{type(model).__name__}"
+
+
+def _kind_reasons(model: Any, known: Mapping[str, Family]) -> Iterator[str]:
+    """Say that a model's class is none of those that are known."""
+    if _kind(model) not in known:
+        yield f"model {_kind(model)} is not one of {', '.join(known)}"
+
+
+def _end_reasons(embed_tokens: Any, lm_head: Any) -> Iterator[str]:
+    """Say what embedding and output projection compute besides the kernels."""
+    yield from _odd("embed_tokens", embed_tokens, "VocabParallelEmbedding")
+    yield from _odd("lm_head", lm_head, "ParallelLMHead", "VocabParallelEmbedding")
+    if getattr(lm_head, "bias", None) is not None:
+        yield "lm_head has a bias"
+
+
+def _block_reasons(
+    model: Any, embed_tokens: Any, layers: Sequence[AttnConfig], settings: BlockHead
+) -> Iterator[str]:
+    """Say what of a DFlash head fits no settings or target."""
+    width, found = embed_tokens.embedding_dim, model.norm.weight.shape[0]
+    if width != found:
+        yield f"hidden states have {found} numbers, and the target's {width}"
+    windows = tuple(layer.window_left for layer in layers)
+    if windows != settings.windows:
+        yield f"SGLang's layers have windows {windows}, and config.json means {settings.windows}"
 
 
 def _model_reasons(model: Any, count: int) -> Iterator[str]:
     """Say what a model computes outside its layers besides the kernels."""
     inner, logits = model.model, model.logits_processor
-    yield from _odd("embed_tokens", inner.embed_tokens, "VocabParallelEmbedding")
-    yield from _odd("lm_head", model.lm_head, "ParallelLMHead", "VocabParallelEmbedding")
-    if getattr(model.lm_head, "bias", None) is not None:
-        yield "lm_head has a bias"
+    yield from _end_reasons(inner.embed_tokens, model.lm_head)
     yield from _odd("norm", inner.norm, "RMSNorm")
     if len(inner.layers) != count or (hasattr(inner, "fc") and count != 1):
         yield f"the model has {len(inner.layers)} layers, of which {count} attend"
@@ -303,20 +408,25 @@ def _feed_reasons(mlp: Any, family: Family, config: Any) -> Iterator[str]:
     if not hasattr(mlp, "gate_up_proj"):
         yield f"mlp is a {type(mlp).__name__}"
         return
-    yield from _odd("gate_up_proj", mlp.gate_up_proj, "MergedColumnParallelLinear")
-    yield from _odd("down_proj", mlp.down_proj, "RowParallelLinear")
-    if len(mlp.gate_up_proj.weight) * _ranks() != 2 * config.intermediate_size:
+    odd = [
+        *_odd("gate_up_proj", mlp.gate_up_proj, "MergedColumnParallelLinear"),
+        *_odd("down_proj", mlp.down_proj, "RowParallelLinear"),
+    ]
+    yield from odd
+    columns = 0 if odd else projection_of(mlp.gate_up_proj).out_features * _ranks()
+    if not odd and columns != 2 * config.intermediate_size:
         yield "columns are not this rank's share of the model's"
 
 
 def _odd(name: str, part: Any, *kinds: str) -> Iterator[str]:
     """Say what a module computes besides its product or norm, if anything."""
-    kind, method = type(part).__name__, type(getattr(part, "quant_method", None)).__name__
+    kind = type(part).__name__
     if kind not in kinds:
         yield f"{name} is a {kind}"
-    elif method not in _UNQUANTISED:
-        yield f"{name} has weights of {method}"
-    elif getattr(part, "use_intel_amx_backend", False):
-        yield f"{name} has weights in the order of a CPU's instructions"
+    elif hasattr(part, "quant_method"):
+        try:
+            projection_of(part)
+        except UnreadError as error:
+            yield f"{name} has {error}"
     elif getattr(part, "variance_size_override", None) or getattr(part, "fp32_residual", False):
         yield f"{name} is no plain norm"

@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from specattn.attention import Attention, AttnConfig, KVScales, WindowPool
 from specattn.errors import UnsupportedError
-from specattn.integrations.sglang.names import ALGORITHM, EAGLE, NAME
+from specattn.integrations.sglang.names import ALGORITHM, DFLASH, EAGLE, NAME
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 BACKEND_VARIABLE = "SPECATTN_SGLANG_BACKEND"
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
 PAGE_SIZES = (1, 16, 32, 64, 128)
-ALGORITHMS = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM, EAGLE)
+#: Layers whose tokens see what comes before; and, of a DFlash head's block, what follows.
+KINDS = (AttentionType.DECODER,)
+BLOCK_KINDS = (*KINDS, AttentionType.ENCODER_ONLY)
+ALGORITHMS = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM, EAGLE, DFLASH)
 
 
-def refusals(runner: Any, pools: tuple[str, ...] = POOLS) -> list[str]:
+def refusals(
+    runner: Any, pools: tuple[str, ...] = POOLS, kinds: tuple[AttentionType, ...] = KINDS
+) -> list[str]:
     """Say what of SGLang's setting the plug-in does not serve.
 
     Parameters
@@ -33,6 +38,8 @@ def refusals(runner: Any, pools: tuple[str, ...] = POOLS) -> list[str]:
         SGLang's, with its model and pools.
     pools : tuple of str
         The kinds of pools that are served.
+    kinds : tuple of AttentionType
+        What its layers may be.
     """
     args, pool, found = runner.server_args, runner.token_to_kv_pool, []
     if type(pool).__name__ not in pools:
@@ -49,15 +56,15 @@ def refusals(runner: Any, pools: tuple[str, ...] = POOLS) -> list[str]:
             found.append(f"attention sinks ({type(module).__name__})")
             break
     for layer in attention_layers(runner):
-        found += layer_refusals(layer)
+        found += layer_refusals(layer, kinds)
     return list(dict.fromkeys(found))
 
 
-def layer_refusals(layer: Any) -> list[str]:
+def layer_refusals(layer: Any, kinds: tuple[AttentionType, ...] = KINDS) -> list[str]:
     """Say what of a layer the plug-in does not serve."""
     tests = {
         "cross attention": layer.is_cross_attention,
-        f"attention type {layer.attn_type}": layer.attn_type != AttentionType.DECODER,
+        f"attention type {layer.attn_type}": layer.attn_type not in kinds,
         "xai_temperature_len": layer.xai_temperature_len > 0,
         f"logit_capping_method {layer.logit_capping_method}": layer.logit_cap > 0
         and layer.logit_capping_method != "tanh",

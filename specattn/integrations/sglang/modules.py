@@ -17,11 +17,13 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput
 
+from specattn.attention import Layer
 from specattn.batch import Phase
 from specattn.cache.kv_pool import KVPool
 from specattn.errors import UnsupportedError
+from specattn.integrations.sglang.algorithm import QUANTIZATION_VARIABLE, draft_quantization
 from specattn.integrations.sglang.backend import LayerBackend
-from specattn.integrations.sglang.fused import fused_head, fused_target
+from specattn.integrations.sglang.fused import fused_block_head, fused_head, fused_target
 from specattn.integrations.sglang.layers import attention_layers, cached, layer_config
 from specattn.integrations.sglang.names import ALGORITHM
 from specattn.speculative.model import DraftOutput, TargetOutput
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from specattn.attention import Layer
-    from specattn.speculative.model import DraftModel, TargetModel
+    from specattn.integrations.sglang.blocks import BlockHead
+    from specattn.speculative.model import AnyDraftModel, TargetModel
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +85,9 @@ class SGLangModel:
         """Return SGLang's ``layer`` as one of the forward that runs."""
         forward = self._attention.forward_metadata
         assert forward is not None
-        return forward.layers[self._index[layer.layer_id]]
+        found = forward.layers[self._index[layer.layer_id]]
+        assert isinstance(found, Layer)
+        return found
 
     def _run(
         self,
@@ -192,11 +196,12 @@ class SGLangDraft(SGLangModel):
 
 
 def step_models(
-    target: Any, draft: Any, target_ids: Tensor | None
-) -> tuple[TargetModel, DraftModel]:
+    target: Any, draft: Any, target_ids: Tensor | None, blocks: BlockHead | None = None
+) -> tuple[TargetModel, AnyDraftModel]:
     """Return a step's models, fused where they can be.
 
-    Others are SGLang's modules. The log says which, and why.
+    Others are SGLang's modules, but for DFlash heads, which are always fused. The log says which,
+    and why.
 
     Parameters
     ----------
@@ -204,8 +209,10 @@ def step_models(
         SGLang's.
     target_ids : Tensor or None
         ``[Vd]`` int64, the target's token of every token of the head.
+    blocks : BlockHead, optional
+        Of a DFlash head.
     """
-    modules, head = SGLangTarget(target), SGLangDraft(draft, target_ids)
+    modules = SGLangTarget(target)
     fuse_target = partial(
         fused_target,
         target.model,
@@ -213,8 +220,19 @@ def step_models(
         max_context_len=modules.max_context_len,
         eos_token_ids=modules.eos_token_ids,
     )
-    fuse_head = partial(fused_head, draft.model, head.layers, target_ids=target_ids)
-    return _fused("target", fuse_target, modules), _fused("head", fuse_head, head)
+    if blocks is not None:
+        layers = [layer_config(draft, layer) for layer in attention_layers(draft)]
+        drafts = fused_block_head(draft.model, target.model, layers, blocks)
+        return _fused("target", fuse_target, modules), drafts
+    kind, head = draft_quantization(), SGLangDraft(draft, target_ids)
+    fuse_head = partial(
+        fused_head, draft.model, head.layers, target_ids=target_ids, quantization=kind
+    )
+    models = _fused("target", fuse_target, modules), _fused("head", fuse_head, head)
+    if kind is not None:
+        found = "is not fused, and not" if models[1] is head else "has its own weights"
+        log.info("%s: the head %s quantised (%s=%s)", ALGORITHM, found, QUANTIZATION_VARIABLE, kind)
+    return models
 
 
 def _fused(name: str, fuse: Callable[[], Any], modules: SGLangModel) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 NAME, ALGORITHM = "specattn", "SPECATTN"
 #: What the algorithm becomes where the draft is an EAGLE or MTP (NEXTN) head.
 EAGLE = "SPECATTN_EAGLE"
+#: What it becomes where the draft is a DFlash head.
+DFLASH = "SPECATTN_DFLASH"
 #: The releases that the tests run with. Those between differ in what the plug-in uses.
 OLD, NEW = (0, 5, 15), (0, 5, 23)
 
@@ -73,6 +75,10 @@ STEP_NAMES: dict[str, tuple[str, ...]] = {
     f"{STEP_WORKER}.on_verify_complete_cpu": ("num_correct_drafts_per_req", "batch_size"),
     f"{STEP_WORKER}.spec_v2_attn_backends": (),
     f"{WORKER}.init_attention_backend": (),
+    f"{WORKER}.init_attention_backends": (),
+    f"{WORKER}.init_lm_head": (),
+    f"{WORKER}.init_cuda_graphs": (),
+    f"{WORKER}._draft_extend_for_prefill": ("batch", "target_hidden_states"),
     f"{MAP}.resolve_seq_lens_cpu": ("batch",),
     f"{MAP}._resolve_spec_extras": ("batch",),
     f"{MAP}.publish": ("future_indices", "new_seq_lens"),
@@ -87,8 +93,18 @@ STEP_NAMES: dict[str, tuple[str, ...]] = {
 
 def num_draft_tokens(runner: Any) -> int:
     """Return how many nodes a tree has, 0 without speculation."""
-    source = runner.server_args if release() == OLD else resolve_name(SPEC)()
-    return source.speculative_num_draft_tokens or 0
+    return _options(runner).speculative_num_draft_tokens or 0
+
+
+def block_size(runner: Any) -> int:
+    """Return how many tokens a DFlash head's block has."""
+    size: int = _options(runner).speculative_dflash_block_size
+    return size
+
+
+def _options(runner: Any) -> Any:
+    """Return what has the options of speculation."""
+    return runner.server_args if release() == OLD else resolve_name(SPEC)()
 
 
 def release() -> tuple[int, ...]:

@@ -23,13 +23,13 @@ from sglang.srt.model_executor.runner import get_batch_sizes_to_capture
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
+from specattn.buffers import send
 from specattn.cache.external import ExternalTable
-from specattn.config import SpecConfig
 from specattn.engine.configs import powers_of_two
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import simulated
-from specattn.integrations.sglang.algorithm import TREES_VARIABLE
-from specattn.integrations.sglang.layers import backend_name, refusals
+from specattn.integrations.sglang.algorithm import TREES_VARIABLE, tree_config
+from specattn.integrations.sglang.layers import BLOCK_KINDS, KINDS, backend_name, refusals
 from specattn.integrations.sglang.modules import kv_pool, step_models
 from specattn.integrations.sglang.names import ALGORITHM
 from specattn.integrations.sglang.processed import (
@@ -49,7 +49,9 @@ from specattn.speculative.step.verify import accept
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from specattn.config import SpecConfig
     from specattn.integrations.sglang.algorithm import Tree
+    from specattn.integrations.sglang.blocks import BlockHead
     from specattn.speculative.sampling.params import SamplingBatch
     from specattn.speculative.step.decoder import PendingStep
 
@@ -57,28 +59,30 @@ log = logging.getLogger(__name__)
 
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 #: What the names of classes of heads have in them; other drafts are whole models.
-HEADS = ("Eagle", "MTP", "NextN")
+HEADS = ("Eagle", "MTP", "NextN", "DFlash")
 MIB = 2**20
 
 
-def model_refusals(target: Any, draft: Any) -> list[str]:
+def model_refusals(target: Any, draft: Any, *, blocks: bool = False) -> list[str]:
     """Say what of both models a step does not serve.
 
     Parameters
     ----------
     target, draft : ModelRunner
         SGLang's.
+    blocks : bool
+        Whether the draft is a DFlash head.
     """
-    found = [
-        f"{role}: {reason}"
-        for role, runner in (("target", target), ("draft", draft))
-        for reason in refusals(runner, POOLS)
-    ]
+    kinds = BLOCK_KINDS if blocks else KINDS
+    found = [f"target: {reason}" for reason in refusals(target, POOLS)]
+    found += [f"draft: {reason}" for reason in refusals(draft, POOLS, kinds)]
     if target.model_config.is_multimodal:
         found.append("target: multimodal inputs")
     kind = type(draft.model).__name__
     if not any(word in kind for word in HEADS):
-        found.append(f"draft: {kind} reads no states of the target, as EAGLE and MTP heads do")
+        found.append(
+            f"draft: {kind} reads no states of the target, as EAGLE, MTP and DFlash heads do"
+        )
     return found
 
 
@@ -94,6 +98,8 @@ class Steps:
         batches, and needs the most slots.
     target_ids : Tensor or None
         ``[Vd]``, the target's token of every token of the head.
+    blocks : BlockHead, optional
+        Of a DFlash head.
 
     Raises
     ------
@@ -121,15 +127,18 @@ class Steps:
         draft: Any,
         trees: Mapping[int, Tree],
         target_ids: torch.Tensor | None,
+        blocks: BlockHead | None = None,
     ) -> None:
-        if found := model_refusals(target, draft):
+        if found := model_refusals(target, draft, blocks=blocks is not None):
             raise UnsupportedError(f"SGLang algorithm {ALGORITHM!r}", found)
         # 0 without CUDA
         began, free = time.perf_counter(), torch.cuda.memory_reserved()
         req_to_token, page = target.req_to_token_pool.req_to_token, target.page_size
         rows, width = req_to_token.shape
-        configs = [SpecConfig(*tree, width, rows - 1, page_size=page) for tree in trees.values()]
-        models = step_models(target, draft, target_ids)
+        sizes = {"max_context_len": width, "max_num_reqs": rows - 1, "page_size": page}
+        block = None if blocks is None else blocks.block
+        configs = [tree_config(tree, block, **sizes) for tree in trees.values()]
+        models = step_models(target, draft, target_ids, blocks)
         pools = kv_pool(target), kv_pool(draft)
         # SGLang has reserved slots for whatever it decodes
         reserved = torch.full_like(req_to_token[:, 0], width).contiguous()
@@ -177,28 +186,48 @@ class Steps:
         batch : ScheduleBatch
             The prompts.
         out : GenerationBatchResult
-            Their first tokens, and what the head proposes after them.
+            Their first tokens, and what the head proposes after them, if it has begun.
         sampling : SamplingBatch
             How the requests draw.
         """
-        draft, drafting = out.next_draft_input, self.states.drafting
-        tokens = draft.topk_index
-        if self.target_ids is not None:
-            tokens = self.target_ids[tokens]
-        probs = draft.topk_p.float()
-        state = {
-            "topk_probs": probs,
-            "topk_tokens": tokens.long(),
-            "hidden_states": draft.hidden_states.to(drafting["hidden_states"].dtype),
-            "draft_probs": probs[:, :0],
-        }
+        draft = out.next_draft_input
         self.states.admit(
             batch.req_pool_indices.long(),
             batch.seq_lens.to(torch.int32),
             out.next_token_ids.long(),
-            state,
+            {} if draft is None else self._drafting(draft),
             sampling,
         )
+
+    def _drafting(self, draft: Any) -> dict[str, torch.Tensor]:
+        """Return where the head goes on from, of SGLang's record of it."""
+        tokens = draft.topk_index
+        if self.target_ids is not None:
+            tokens = self.target_ids[tokens]
+        probs, kept = draft.topk_p.float(), self.states.drafting["hidden_states"].dtype
+        return {
+            "topk_probs": probs,
+            "topk_tokens": tokens.long(),
+            "hidden_states": draft.hidden_states.to(kept),
+            "draft_probs": probs[:, :0],
+        }
+
+    def write_context(self, batch: Any, features: torch.Tensor) -> None:
+        """Write what a DFlash head keeps of prompts, to their slots.
+
+        Parameters
+        ----------
+        batch : ScheduleBatch
+            The prompts.
+        features : Tensor
+            ``[T, F]``, the target's.
+        """
+        slot, slots = self.decoders[0].draft, batch.out_cache_loc.int()[None]
+        assert slot is not None
+        spans = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+        places = torch.cat([torch.arange(begin, begin + count) for begin, count in spans])
+        positions, states = send(places, slots.device), slot.model.combine(features)
+        slot.model.write_context(states, positions, slot.backend.pool, slots)
 
     def launch(self, batch: Any) -> GenerationBatchResult:
         """Launch a step and return at once what it will write.
@@ -254,7 +283,7 @@ class Steps:
 
     def _log(self, seconds: float, nbytes: int) -> None:
         steps = " and ".join(
-            f"{one.num_steps}-{one.topk}-{one.num_draft_tokens} of up to {most} requests"
+            f"{one.num_steps}-{one.proposals}-{one.num_draft_tokens} of up to {most} requests"
             for one, most in ((decoder.config, _most(decoder)) for decoder in self.decoders)
         )
         graphs = sum(report.recorded for one in self.decoders for report in one.report())

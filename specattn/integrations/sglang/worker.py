@@ -11,6 +11,7 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
 from specattn.integrations.sglang.algorithm import larger_trees
+from specattn.integrations.sglang.blocks import BlockHead
 from specattn.integrations.sglang.requests import refuse, sampling_of, shorten, their_first
 from specattn.integrations.sglang.steps import Steps
 from specattn.speculative.prompts.prefill import first_tokens
@@ -77,6 +78,7 @@ class SpecAttnWorker(EAGLEWorkerV2):
         # those that run
         self._prompts: Prompts | None = None
         self.steps: Steps | None = None
+        self.blocks: BlockHead | None = None
 
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
@@ -88,11 +90,13 @@ class SpecAttnWorker(EAGLEWorkerV2):
         super().init_cuda_graphs()
         draft = self.draft_worker
         tree = self.speculative_num_steps, self.topk, self.speculative_num_draft_tokens
+        block = None if self.blocks is None else self.blocks.block
         self.steps = Steps(
             self.target_worker.model_runner,
             draft.draft_runner,
-            {0: tree, **larger_trees(tree)},
+            {0: tree, **larger_trees(tree, block)},
             draft.hot_token_id,
+            self.blocks,
         )
 
     def forward_batch_generation(self, batch: Any, *args: Any, **options: Any) -> Any:
@@ -147,6 +151,28 @@ class SpecAttnWorker(EAGLEWorkerV2):
         own = first_tokens(logits, lens, prompts.sampling, rows, prompts.states, scored=[])
         # of a prompt whose logits are not finite, whose first step ends it
         return own.clamp(min=0).to(tokens.dtype)
+
+
+class BlockWorker(SpecAttnWorker):
+    """The same over a DFlash head, of which SGLang runs no forward.
+
+    Beside prompts the head's keys and values are written from the target's states.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        target, draft = self.target_worker.model_runner, self.draft_worker
+        self.blocks = BlockHead.of(target, draft.draft_runner)
+        # before SGLang captures prompts
+        self.blocks.capture(target)
+        # steps share the target's embedding and output projection by themselves
+        draft.init_lm_head = draft.init_attention_backends = draft.init_cuda_graphs = lambda: None
+        draft._draft_extend_for_prefill = self._read_prompts
+
+    def _read_prompts(self, batch: Any, states: Tensor, *args: Any, **options: Any) -> None:
+        """Write the head's context, in place of its forward."""
+        assert self.steps is not None
+        self.steps.write_context(batch, states)
 
 
 def _without_decode_graphs(original: Callable[..., None], *args: Any, **options: Any) -> None:

@@ -59,7 +59,7 @@ class Setting:
     """Steps, topk, nodes, options of SGLang's, and the parts of requests that are asked for.
 
     ``fused`` is the variable that says which forwards are fused. ``trees`` are those of larger
-    batches.
+    batches, and ``quantised`` says how the head is.
     """
 
     tree: tuple[int, int, int]
@@ -67,6 +67,7 @@ class Setting:
     options: dict[str, Any] = field(default_factory=dict)
     fused: str = "1"
     trees: str = ""
+    quantised: str = ""
 
 
 ALL = (
@@ -92,6 +93,7 @@ SETTINGS = {
         ("crowd", "penalised", "endless"),
         {"max_total_tokens": 150, "context_length": CONTEXT},
     ),
+    "float8 head": Setting((4, 5, 16), ("again",), quantised="fp8"),
     "ranks": Setting((4, 5, 16), ("drawn", "unseeded"), {"tp_size": 2}),
     "module ranks": Setting((4, 5, 16), ("drawn",), {"tp_size": 2}, fused="0"),
 }
@@ -286,6 +288,7 @@ def main(setting: str) -> None:
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
     os.environ["SPECATTN_SGLANG_FUSED"] = chosen.fused
     os.environ["SPECATTN_SGLANG_TREES"] = chosen.trees
+    os.environ["SPECATTN_SGLANG_DRAFT_QUANTIZATION"] = chosen.quantised
     engine = sglang.Engine(**options(chosen))
     asking = Asking(engine)
     try:

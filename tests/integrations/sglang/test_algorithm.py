@@ -49,9 +49,9 @@ VARIABLES = {
     # a torch for CUDA brings NCCL, which ranks on a CPU would start
     "SGLANG_NCCL_SO_PATH": "none",
 }
-#: Settings whose prompts are all asked for at once, and those of one tree.
+#: Settings whose prompts are all asked for at once, and those of one tree and of one head.
 TOGETHER = [name for name in SETTINGS if name != "full"]
-ONE_TREE = [name for name in TOGETHER if not SETTINGS[name].trees]
+ONE_TREE = [name for name in TOGETHER if not SETTINGS[name].trees + SETTINGS[name].quantised]
 
 
 def result(program: str, *arguments: str, **variables: str) -> Any:

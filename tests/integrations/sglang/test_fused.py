@@ -8,13 +8,16 @@ from functools import partial
 import pytest
 import torch
 
+from specattn.cache.kv_pool import KVPool
 from specattn.errors import UnsupportedError
 from specattn.models.fused.block import GatedFeed
+from specattn.speculative.proposers.block import BlockShape, BlockView
 from tests.integrations.sglang import INSTALLED
 
 if INSTALLED:
-    from specattn.integrations.sglang.fused import fused_head, fused_target
-    from tests.integrations.sglang.modules import build, geometry, run
+    from specattn.integrations.sglang.blocks import BlockHead
+    from specattn.integrations.sglang.fused import fused_block_head, fused_head, fused_target
+    from tests.integrations.sglang.modules import build, geometry, run, run_block
     from tests.models.conftest import DenseAttend
 
 pytestmark = [pytest.mark.sglang]
@@ -115,6 +118,56 @@ def test_a_head_is_sglangs_over_the_same_weights(changes, dtype) -> None:
     assert {one.data_ptr() for one in ends} <= kept
 
 
+def block_head(size: int = 9, windows: tuple[int, ...] = (-1, -1)) -> BlockHead:
+    views = (BlockView(False, True),) * len(windows)
+    return BlockHead(BlockShape(size, 7, 1, views), (1, 2), windows, 0.25)
+
+
+BLOCKS = {"num_hidden_layers": 2, "layer_types": None, "block_size": 9}
+BLOCKS |= {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 1]}}
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}])
+def test_a_block_head_is_sglangs_over_the_same_weights(changes, dtype) -> None:
+    model, target = build("dflash", dtype, **BLOCKS | changes), build("qwen3", dtype)
+    layers = geometry(model, dtype)
+    head = fused_block_head(model, target, layers, block_head())
+    assert (head.vocab_size, head.feature_size, head.hidden_size) == (101, 2 * 64, 64)
+    embeds, rows = target.get_input_embeddings()(IDS), torch.tensor([8, 0, 3])
+    states = run_block(model, layers, POSITIONS, embeds)[rows]
+    want = 0.25 * states.float() @ target.lm_head.weight[:101].float().T
+    attend = DenseAttend(layers).at(POSITIONS)
+    assert off(head.forward_block(IDS, POSITIONS, attend, rows), want) < CLOSE[dtype]
+    features, pool = torch.randn(9, 2 * 64).to(dtype), KVPool(layers, 10, "cpu")
+    context, slots = model.project_target_hidden(features), torch.arange(1, 10).int()[None]
+    head.write_context(head.combine(features), POSITIONS, pool, slots)
+    for at, layer in enumerate(model.layers):
+        keys, values = layer.self_attn.kv_proj_only(context)
+        keys = layer.self_attn.apply_k_rope(POSITIONS, layer.self_attn.apply_k_norm(keys))
+        assert off(pool.k[at, 1:].flatten(1), keys) < CLOSE[dtype]
+        assert off(pool.v[at, 1:].flatten(1), values) < CLOSE[dtype]
+    kept = {one.data_ptr() for owner in (model, target) for one in owner.parameters()}
+    ends = head.embed_tokens.weight, head.lm_head.weight, head.norm, head.hidden_norm
+    blocks = (weight for block in head.blocks for weight in weights_of(block))
+    assert {one.data_ptr() for one in (*ends, head.fc.weight, *blocks)} <= kept
+
+
+def test_a_block_head_that_does_not_fit_is_refused() -> None:
+    model, target = build("dflash", torch.float32, **BLOCKS), build("qwen3", torch.float32)
+    layers = geometry(model, torch.float32)
+    windows = r"SGLang's layers have windows \(-1, -1\), and config.json means \(-1, 6\)"
+    with pytest.raises(UnsupportedError, match=windows):
+        fused_block_head(model, target, layers, block_head(windows=(-1, 6)))
+    wide = build("qwen3", torch.float32, hidden_size=72)
+    with pytest.raises(
+        UnsupportedError, match="hidden states have 64 numbers, and the target's 72"
+    ):
+        fused_block_head(model, wide, layers, block_head())
+    with pytest.raises(UnsupportedError, match=r"qwen3.Qwen3ForCausalLM is not one of dflash\."):
+        fused_block_head(target, target, layers, block_head())
+
+
 def test_a_head_of_the_targets_vocabulary_maps_nothing() -> None:
     model = build("eagle3", torch.float32, num_hidden_layers=1)
     head = fused_head(model, geometry(model, torch.float32))
@@ -154,8 +207,8 @@ def test_changed_modules_are_refused_by_name() -> None:
     layer.mlp.down_proj = torch.nn.Linear(96, 64, bias=False)
     assert refusal().endswith("down_proj is a Linear")
     layer.mlp.down_proj = plain
-    plain.quant_method = type("Fp8LinearMethod", (), {})()
-    assert refusal().endswith("down_proj has weights of Fp8LinearMethod")
+    plain.quant_method = type("AWQLinearMethod", (), {})()
+    assert refusal().endswith("down_proj has weights of AWQLinearMethod")
     model.__class__ = type("Derived", (type(model),), {"__module__": "sglang.srt.models.qwen2"})
     assert "model qwen2.Derived is not one of llama.LlamaForCausalLM" in refusal()
     with pytest.raises(UnsupportedError, match="is not one of llama_eagle3"):

@@ -119,6 +119,102 @@ def test_what_is_no_tree_is_refused_before_a_model_is_loaded(tree, named):
         algorithm().handle_server_args(asked)
 
 
+HEAD = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "num_target_layers": 4,
+    "block_size": 8,
+    "dflash_config": {"mask_token_id": 12, "target_layer_ids": [0, 2]},
+}
+TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+
+
+def of_block(folder, tree=(None, None, None), size=None, **changed):
+    """Return options for a DFlash head whose settings are changed."""
+    (folder / "config.json").write_text(json.dumps(HEAD | changed))
+    return arguments(
+        speculative_draft_model_path=str(folder),
+        speculative_dflash_block_size=size,
+        **dict(zip(TREE, tree, strict=True)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tree", "size", "changed", "wanted"),
+    [
+        ((None, None, None), None, {}, (7, 1, 8, 8)),
+        # as SGLang's own algorithm for such heads takes them
+        ((None, None, 4), None, {}, (3, 1, 4, 4)),
+        ((None, None, 4), 4, {}, (3, 1, 4, 4)),
+        ((None, None, None), 4, {"sample_from_anchor": True}, (4, 1, 5, 4)),
+        ((7, 1, None), None, {}, (7, 1, 8, 8)),
+        ((7, 4, 16), None, {}, (7, 4, 16, 8)),
+        ((3, 8, 64), 4, {}, (3, 8, 64, 4)),
+    ],
+)
+def test_a_dflash_head_is_known_by_its_settings(tmp_path, tree, size, changed, wanted):
+    asked = of_block(tmp_path, tree, size, **changed)
+    # SGLang asks again, by the new name
+    for _ in range(2):
+        algorithm().handle_server_args(asked)
+        assert asked.speculative_algorithm == names.DFLASH
+        assert tuple(getattr(asked, name) for name in TREE) == wanted[:3]
+        assert asked.speculative_dflash_block_size == wanted[3]
+
+
+@pytest.mark.parametrize(
+    ("tree", "size", "changed", "named"),
+    [
+        ((8, 4, 16), None, {}, "num_steps must be at most 7, the tokens that a block of 8 drafts"),
+        ((3, 1, 4), None, {}, "num_draft_tokens must be at least 8, the slots that the head's"),
+        ((None, None, 16), 8, {}, "must be given together, got None, None, 16"),
+        (
+            (None, None, 16),
+            None,
+            {},
+            r"block_size must be 2\.\.8, tokens of the head's block, got 16",
+        ),
+        ((7, 300, 16), None, {}, r"ranks must be 1\.\.255"),
+        ((2, 2, 8), 3, {}, r"num_draft_tokens must be 2\.\.7 with ranks 2"),
+        ((None, None, None), None, {"speculators_model_type": "dflash"}, "layout of speculators"),
+        ((None, None, None), None, {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ((None, None, None), None, {"conv_kernel_size": 3}, "conv_kernel_size 3"),
+        ((None, None, None), None, {"block_size": None}, "has no block_size"),
+    ],
+)
+def test_blocks_that_are_refused_before_a_model_is_loaded(tmp_path, tree, size, changed, named):
+    with pytest.raises(UnsupportedError, match=named):
+        algorithm().handle_server_args(of_block(tmp_path, tree, size, **changed))
+
+
+def test_trees_of_larger_batches_over_a_block(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECATTN_SGLANG_TREES", "24:3-1-4")
+    algorithm().handle_server_args(of_block(tmp_path, (7, 4, 16)))
+    monkeypatch.setenv("SPECATTN_SGLANG_TREES", "24:7-5-16")
+    with pytest.raises(UnsupportedError, match="no more branches and nodes than 7-4-16"):
+        algorithm().handle_server_args(of_block(tmp_path, (7, 4, 16)))
+
+
+@pytest.mark.parametrize("layers", [[2, 0], [0, 0], [1, 3]])
+def test_states_that_sglang_does_not_give_are_refused(tmp_path, layers):
+    from specattn.integrations.sglang.blocks import BlockHead
+
+    read = HEAD["dflash_config"] | {"target_layer_ids": layers}
+    path = of_block(tmp_path, dflash_config=read).speculative_draft_model_path
+    target = SimpleNamespace(model_config=SimpleNamespace(num_hidden_layers=4, vocab_size=13))
+    draft = SimpleNamespace(model_config=SimpleNamespace(model_path=path, revision=None))
+    with pytest.raises(UnsupportedError, match=r"SGLang gives states after layers 0\.\.2, in asc"):
+        BlockHead.of(target, draft)
+
+
+def test_a_target_that_gives_no_states_is_refused():
+    from specattn.integrations.sglang.blocks import BlockHead
+
+    with pytest.raises(UnsupportedError, match="object has no set_dflash_layers_to_capture"):
+        BlockHead(None, (1, 3), (-1,), 1.0).capture(SimpleNamespace(model=object()))
+
+
 @pytest.mark.parametrize(
     ("trees", "named"),
     [
@@ -136,6 +232,21 @@ def test_trees_of_larger_batches_that_are_refused(monkeypatch, trees, named):
     tree = {"speculative_num_steps": 4, "speculative_eagle_topk": 5}
     with pytest.raises(UnsupportedError, match=named):
         algorithm().handle_server_args(arguments(**tree, speculative_num_draft_tokens=16))
+
+
+def test_an_unknown_way_to_quantise_the_head_is_refused(monkeypatch):
+    monkeypatch.setenv("SPECATTN_SGLANG_DRAFT_QUANTIZATION", "int4")
+    named = "SPECATTN_SGLANG_DRAFT_QUANTIZATION must be fp8, fp8-channel, fp8-weights or None, got"
+    with pytest.raises(UnsupportedError, match=f"{named} 'int4'"):
+        algorithm().handle_server_args(arguments())
+
+
+def test_a_dflash_head_is_not_quantised(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECATTN_SGLANG_DRAFT_QUANTIZATION", "fp8")
+    with pytest.raises(
+        UnsupportedError, match="fp8 is of EAGLE-3 heads, and this is a DFlash head"
+    ):
+        algorithm().handle_server_args(of_block(tmp_path, (7, 4, 16)))
 
 
 def test_batch_sizes_are_shared_out_among_trees(monkeypatch):
