@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
 
     from bench.step_world import Shape
+    from specattn.models import DFlashHead, FusedTarget
     from specattn.speculative.model import TargetModel
 
 BLOCK, LAYERS, FEATURES = 16, 5, 5
@@ -49,6 +50,27 @@ def draft_config(like: LlamaConfig, layers: int = LAYERS) -> Qwen3Config:
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     names += ("vocab_size", "intermediate_size", "max_position_embeddings")
     return Qwen3Config(**{name: getattr(like, name) for name in names}, num_hidden_layers=layers)
+
+
+def spaced(depth: int, states: int = FEATURES) -> tuple[int, ...]:
+    """Return the layers of a target whose inputs a head reads, evenly spaced."""
+    return tuple(1 + round(at * (depth - 2) / states) for at in range(1, states + 1))
+
+
+def random_head(
+    model: FusedTarget, config: Qwen3Config, size: int, features: tuple[int, ...]
+) -> tuple[DFlashHead, int]:
+    """Make a head over a target, and return a token that it never drafts, the target's last.
+
+    Blocks have ``size`` tokens.
+    """
+    # the head knows the target's whole vocabulary; a token of logit 0 is never among its best
+    lowest = model.vocab_size - 1
+    model.lm_head.weight[lowest].zero_()
+    views = (BlockView(causal=False, anchored=True),) * config.num_hidden_layers
+    made = random_dflash(config, model, BlockShape(size, 1, 1, views), features)
+    # the output matrix is the target's, so what sharpens it stands before it
+    return replace(made, norm=made.norm * SHARPER), lowest
 
 
 class BlockWorld(World):
@@ -77,16 +99,9 @@ class BlockWorld(World):
         states: int = FEATURES,
     ) -> None:
         super().__init__(shape, rooms, device, dtype, backend, ROOM)
-        depth = len(self.model.layers)
-        # the head knows the target's whole vocabulary; a token of logit 0 is never among its best
-        self.lowest = self.model.vocab_size - 1
-        self.model.lm_head.weight[self.lowest].zero_()
-        spaced = (1 + round(at * (depth - 2) / states) for at in range(1, states + 1))
-        block = BlockShape(size, 1, 1, (BlockView(causal=False, anchored=True),) * layers)
-        config, features = draft_config(shape.draft, layers), tuple(spaced)
-        made = random_dflash(config, self.model, block, features)
-        # the output matrix is the target's, so what sharpens it stands before it
-        self.block = replace(made, norm=made.norm * SHARPER)
+        config = draft_config(shape.draft, layers)
+        features = spaced(len(self.model.layers), states)
+        self.block, self.lowest = random_head(self.model, config, size, features)
         target_pool = self.target.pool
         pool = KVPool(self.block.layers, len(target_pool.k[0]), device)
         for data in (*pool.k, *pool.v):

@@ -188,6 +188,20 @@ def test_chats_go_through_the_template(client, owner):
     assert len(choice.logprobs.content) > CONTEXT - len(ids)
 
 
+def test_parts_of_a_stream_count_their_tokens_if_asked(client):
+    asked = {"temperature": 0, "stream": True}
+    assert all(piece.usage is None for piece in complete(client, **asked))
+    every = {"include_usage": True, "continuous_usage_stats": True}
+    *pieces, last = complete(client, **asked, stream_options=every)
+    counts = [piece.usage.completion_tokens for piece in pieces]
+    assert counts == sorted(counts)
+    assert len(counts) > 2
+    assert counts[-1] == last.usage.completion_tokens == NEW
+    assert {piece.usage.prompt_tokens for piece in (*pieces, last)} == {
+        len(tokenizer()(PROMPT).input_ids)
+    }
+
+
 def test_log_probabilities_of_a_completion(client, owner):
     want, scores = said(owner, Request(PROMPT, NEW, SamplingParams(logprobs=2)))
     found = complete(client, temperature=0, logprobs=2).choices[0].logprobs
@@ -377,6 +391,8 @@ def test_health_and_metrics(client, address, engine):
     assert int(found["specattn_generated_tokens_total"]) == now.generated_tokens > 0
     assert int(found["specattn_free_rows"]) == ROWS
     assert int(found['specattn_finished_total{reason="length"}']) == now.finished["length"]
+    gained = [found[f'specattn_gained_total{{tokens="{n}"}}'] for n in range(len(now.accept_lens))]
+    assert tuple(map(int, gained)) == now.accept_lens
     status, missing = post(root, "none", "")
     assert (status, json.loads(missing)["error"]["code"]) == (404, None)
 

@@ -3,13 +3,16 @@
 SGLang runs with its own attention, with ours (side ``specattn``), and with our whole steps (sides
 ``steps`` and ``fused``: ``--speculative-algorithm SPECATTN``, over its modules and fused).
 
-A Llama of 8B and its EAGLE-3 head, random weights, and every step made to gain the same number of
-tokens. With ``--smoke`` everything starts once, with a short model, and the tokens of the shipped
-pair are compared, which nothing is forced for. It needs a GPU and SGLang 0.5.15; `make_bundle`
-packs that for a machine without a package index.
+A Llama of 8B and its EAGLE-3 head, in the setting ``block`` a DFlash head, random weights, and
+every step made to gain the same number of tokens. With ``--smoke`` everything starts once, with a
+short model, and the tokens of the shipped pair are compared, which nothing is forced for.
+``--weights`` has a target of FP8 weights, in blocks or by channels. It needs a GPU and SGLang
+0.5.15; `make_bundle` packs that for a machine without a package index.
 
     python -m bench.engines --smoke --together 6 --seconds 180 --out FOLDER
     python -m bench.engines --together 2 --seconds 400 --out FOLDER
+    python -m bench.engines --weights fp8 --sides fa3,fused,own --settings tree \\
+        --places 16x4096,1x4096 --out FOLDER
     python -m bench.engines --table FOLDER/engines.jsonl
 """
 
@@ -43,6 +46,11 @@ def chosen(options: argparse.Namespace) -> list[Job]:
             for job in jobs
             if job.side != cells.OWN
         ]
+    if options.places:
+        jobs = [replace(job, places=options.places) if job.places else job for job in jobs]
+    if options.weights:
+        # of the pair, texts are compared
+        jobs = [replace(job, weights=options.weights) for job in jobs if job.kind != "tokens"]
     return [
         job
         for job in jobs
@@ -51,15 +59,27 @@ def chosen(options: argparse.Namespace) -> list[Job]:
     ]
 
 
+def places(text: str) -> tuple[tuple[int, int], ...]:
+    """Return batches and contexts as options name them."""
+    pairs = (one.split("x") for one in text.split(","))
+    return tuple((int(batch), int(context)) for batch, context in pairs)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of results and logs")
     parser.add_argument("--seconds", type=float, default=400.0, help="what all may take")
     parser.add_argument("--sides", default="", help=", ".join(report.SIDES))
-    parser.add_argument("--settings", default="", help="tree, chain, plain")
+    parser.add_argument("--settings", default="", help="tree, chain, block")
     parser.add_argument("--together", type=int, default=1, help="processes that start together")
     parser.add_argument(
         "--tp", type=int, default=1, help="GPUs that SGLang takes; at 1 and 16 x 4k"
+    )
+    parser.add_argument(
+        "--places", type=places, help="batches and contexts, like 16x4096,1x4096; else all"
+    )
+    parser.add_argument(
+        "--weights", default="", choices=("", *cells.QUANTISED), help="FP8: the target's format"
     )
     parser.add_argument("--smoke", action="store_true", help="start everything; compare tokens")
     parser.add_argument("--table", type=Path, help="print the table of results")

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transformers import Qwen3Config
+
+    from bench.step_world import Shape
+
+#: A best-first tree over the block of a DFlash head, and the tokens of such a block.
+BLOCK, BLOCK_SIZE = "block", 8
 #: Steps, topk and nodes, as SGLang names them, and the tokens that every step is made to gain.
-SETTINGS = {"plain": (0, 1, 1, 1), "chain": (3, 1, 4, 3), "tree": (4, 5, 16, 4)}
+SETTINGS = {
+    "plain": (0, 1, 1, 1),
+    "chain": (3, 1, 4, 3),
+    "tree": (4, 5, 16, 4),
+    BLOCK: (BLOCK_SIZE - 1, 8, 16, 4),
+}
 #: Batch and context, the most telling first.
 PLACES = ((16, 4096), (1, 32768), (1, 4096), (64, 4096))
 OWN = "own"
@@ -19,6 +30,27 @@ OWN = "own"
 STEPS, FUSED = "steps", "fused"
 #: One of `bench.step_world.shapes`, and its longest context.
 MODEL, LONGEST = "Llama-3.1-8B", 131072
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+#: What checkpoints state whose weights are FP8, by the format of `specattn` that they have.
+QUANTISED: dict[str, dict[str, Any]] = {
+    "fp8": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "fp8-channel": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": _FLOAT8 | {"strategy": "channel", "dynamic": False},
+                "input_activations": _FLOAT8 | {"strategy": "token", "dynamic": True},
+            }
+        },
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +75,8 @@ class Job:
         What the process may take.
     tp : int
         GPUs that SGLang spreads the model over.
+    weights : str
+        A key of `QUANTISED`: the target's; those of 16 bits if empty.
     """
 
     side: str
@@ -52,10 +86,11 @@ class Job:
     steps: int = 96
     seconds: float = 170.0
     tp: int = 1
+    weights: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.kind}-{self.side}-{self.setting}"
+        return "-".join(filter(None, (self.kind, self.side, self.setting, self.weights)))
 
     def file(self, out: Path, ending: str) -> Path:
         """Return one of its files in the folder ``out``."""
@@ -89,11 +124,13 @@ def seconds_for(batch: int, context: int) -> float:
 
 def bench_jobs() -> list[Job]:
     """Return all measurements; the first ones matter most."""
-    return [
+    jobs = [
         Job(side, setting)
         for setting in ("tree", "chain")
         for side in ("fa3", "specattn", STEPS, FUSED, OWN, "triton")
-    ] + [Job("flashinfer", setting, PLACES[:2]) for setting in ("tree", "chain")]
+    ]
+    jobs += [Job("flashinfer", setting, PLACES[:2]) for setting in ("tree", "chain")]
+    return jobs + [Job(side, BLOCK) for side in (STEPS, FUSED, OWN)]
 
 
 def smoke_jobs() -> list[Job]:
@@ -101,7 +138,7 @@ def smoke_jobs() -> list[Job]:
     places = ((2, 256),)
     short = [(side, "tree") for side in (FUSED, STEPS, "specattn", "fa3", OWN, "triton")]
     short += [(side, "chain") for side in (FUSED, "specattn", "fa3")]
-    short += [("specattn", "plain")]
+    short += [("specattn", "plain"), (FUSED, BLOCK), (OWN, BLOCK)]
     told = [("triton", "plain")]
     told += [(side, "tree") for side in (FUSED, STEPS, "specattn", "fa3", "triton")]
     told += [(side, "chain") for side in (FUSED, "specattn")]
@@ -112,15 +149,53 @@ def smoke_jobs() -> list[Job]:
     ]
 
 
-def write_models(folder: Path, layers: int) -> tuple[Path, Path]:
-    """Write the configurations of a target and of its EAGLE-3 head; returns their folders."""
+def write_models(
+    folder: Path, layers: int, setting: str = "tree", weights: str = ""
+) -> tuple[Path, Path]:
+    """Write the configurations of a target and of a setting's head; returns their folders.
+
+    ``weights`` are the target's, as in `Job`.
+    """
     from bench.step_world import shapes
 
     shape = shapes(LONGEST, layers)[MODEL]
-    shape.draft.draft_vocab_size = shape.draft_vocab
-    paths = folder / "target", folder / "head"
-    architectures = "LlamaForCausalLM", "LlamaForCausalLMEagle3"
-    for path, config, name in zip(paths, (shape.target, shape.draft), architectures, strict=True):
-        config.architectures = [name]
-        config.save_pretrained(path)
-    return paths
+    if weights:
+        shape.target.quantization_config = QUANTISED[weights]
+    return write_shape(shape, folder, setting)
+
+
+def write_shape(shape: Shape, folder: Path, setting: str = "tree") -> tuple[Path, Path]:
+    """Write the configurations of a shape, as `write_models`."""
+    target, head = folder / "target", folder / "head"
+    kind = "Qwen2" if shape.target.model_type == "qwen2" else "Llama"
+    shape.target.architectures = [f"{kind}ForCausalLM"]
+    shape.target.save_pretrained(target)
+    if setting == BLOCK:
+        head = folder / BLOCK
+        draft = block_config(shape)
+    else:
+        draft = shape.draft
+        draft.draft_vocab_size = shape.draft_vocab
+        draft.architectures = ["LlamaForCausalLMEagle3"]
+    draft.save_pretrained(head)
+    return target, head
+
+
+def block_config(shape: Shape) -> Qwen3Config:
+    """Return the configuration of a DFlash head, as SGLang reads it."""
+    from bench.step_blocks import draft_config
+
+    config = draft_config(shape.draft)
+    config.architectures, config.block_size = ["DFlashDraftModel"], BLOCK_SIZE
+    # which SGLang counts where they leave a layer
+    leaving = [layer - 1 for layer in states_read(shape)]
+    config.dflash_config = {"mask_token_id": 1, "target_layer_ids": leaving}
+    return config
+
+
+def states_read(shape: Shape) -> tuple[int, ...]:
+    """Return the layers of a target whose inputs a DFlash head reads."""
+    from bench.step_blocks import FEATURES, spaced
+
+    depth = shape.target.num_hidden_layers
+    return spaced(depth, max(1, min(FEATURES, depth - 2)))

@@ -44,6 +44,8 @@ class Turn:
     def record(self, **found: Any) -> None:
         """Append a result."""
         line = {"kind": self.job.kind, "side": self.job.side, "setting": self.job.setting, **found}
+        if self.job.weights:
+            line["weights"] = self.job.weights
         line["start_s"] = self.start_seconds
         with self.job.file(self.out, "jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -84,8 +84,8 @@ with override_jit_cuda_arch(9, 0):
     norm._jit_qknorm_module(64, bf16)
     for head_dim in (64, 128):
         rope._jit_fused_rope_module(True, head_dim, bf16)
-    # bytes of a token's keys: 8 heads of 128, 2 of 64
-    for size in (2048, 256):
+    # bytes of a token's keys: 8 heads of 128, 2 of these, 3 of 64, 2 of these
+    for size in (2048, 512, 384, 256):
         assert kvcache.can_use_store_cache(size)
     for dtype in (torch.int64, torch.int32):
         clamp_position._jit_clamp_position_module(dtype)
@@ -116,8 +116,8 @@ with arch.override_jit_cuda_arch(9, 0):
     norm._jit_qknorm_module(64, bf16)
     for head_dim in (64, 128):
         rope._jit_fused_rope_module(True, head_dim, bf16, bf16)
-    # bytes of a token's keys: 8 heads of 128, 2 of 64
-    for size in (2048, 256):
+    # bytes of a token's keys: 8 heads of 128, 2 of these, 3 of 64, 2 of these
+    for size in (2048, 512, 384, 256):
         assert kvcache.can_use_store_cache(size)
     for dtype in (torch.int64, torch.int32):
         clamp_position._jit_clamp_position_module(dtype)
@@ -197,7 +197,7 @@ RELEASES = {
             (
                 *("__init__.py", "registry.py", "utils.py"),
                 *("llama.py", "llama_eagle.py", "llama_eagle3.py"),
-                *("qwen2.py", "qwen3.py", "deepseek_common"),
+                *("dflash.py", "qwen2.py", "qwen3.py", "deepseek_common"),
             )
         ),
         stubs={

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.engines.cells import LONGEST, MODEL, SETTINGS, WARM
+from bench.engines.cells import BLOCK, BLOCK_SIZE, LONGEST, MODEL, SETTINGS, WARM, states_read
 from bench.engines.sglang_side import LAYERS, SHORT_LAYERS, random_prompts
 from bench.random_models import random_eagle3, random_target
+from bench.step_blocks import draft_config, random_head
 from bench.step_forced import Forced
 from bench.step_world import SHARPER, shapes
 from specattn.config import SpecConfig
@@ -31,15 +32,22 @@ def make(job: Job, shape: Shape, device: torch.device, dtype: torch.dtype) -> tu
     steps, topk, nodes, gained = SETTINGS[job.setting]
     batches = sorted({batch for batch, _ in job.places})
     longest = max(context for _, context in job.places) + (job.steps + WARM) * gained + ROOM
-    target = random_target(shape.target, dtype=dtype, device=device)
-    draft = random_eagle3(shape.draft, target, shape.draft_vocab)
-    # a trained draft's distribution is as peaked
-    draft.lm_head.weight.mul_(SHARPER)
-    forced = Forced(
-        torch.full((batches[-1],), gained, dtype=torch.int32, device=device), shape.draft_vocab
+    target = random_target(
+        shape.target, dtype=dtype, device=device, quantization=job.weights or None
     )
-    config = SpecConfig(steps, topk, nodes, longest, batches[-1])
-
+    draft: Any
+    if job.setting == BLOCK:
+        # SGLang's topk is how many tokens of a place a tree chooses from
+        config = SpecConfig(steps, 1, nodes, longest, batches[-1], tree="best_first", ranks=topk)
+        draft, lowest = random_head(
+            target, draft_config(shape.draft), BLOCK_SIZE, states_read(shape)
+        )
+    else:
+        config = SpecConfig(steps, topk, nodes, longest, batches[-1])
+        draft, lowest = random_eagle3(shape.draft, target, shape.draft_vocab), shape.draft_vocab
+        # a trained draft's distribution is as peaked
+        draft.lm_head.weight.mul_(SHARPER)
+    forced = Forced(torch.full((batches[-1],), gained, dtype=torch.int32, device=device), lowest)
     engine = Engine(
         target.with_features(draft.features),
         draft,

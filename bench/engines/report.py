@@ -36,7 +36,8 @@ def table(lines: list[Line]) -> str:
     cells: dict[tuple[str, int, int], dict[str, Line]] = {}
     for line in lines:
         if "ms" in line:
-            place = line["setting"], line["batch"], line["context"]
+            setting = f"{line['setting']} {line.get('weights', '')}".strip()
+            place = setting, line["batch"], line["context"]
             cells.setdefault(place, {})[line["side"]] = line
     sides = [side for side in SIDES if any(side in cell for cell in cells.values())]
     ours = [side for side in OURS if side in sides]

@@ -2,7 +2,7 @@
 
 Dummy weights of 8B and forced acceptance, as in `bench.engines`; prompts of random tokens, and a
 tokenizer in which every id has a text, without which no token would be streamed. With ``--pair`` it
-is the shipped pair, and nothing is forced.
+is the shipped pair, and nothing is forced. `bench.engines.served` loads published models.
 
     python -m bench.engines.serving --out FOLDER
     python -m bench.engines.serving --table FOLDER/serving.jsonl
@@ -88,11 +88,16 @@ def server_options(side: str, setting: str, models: tuple[Path, Path], *, pair: 
     return flags(found)
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of a model in whose ``folder`` every id is a word: its number."""
+def write_tokenizer(model: Path, folder: Path | None = None) -> None:
+    """Write a tokenizer of a model of which every id is a word: its number.
+
+    It goes to the model's folder, or to another one: Qwen2's keeps no tokenizer but Qwen2's.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    ids = json.loads((folder / "config.json").read_text())["vocab_size"]
+    folder = folder or model
+    folder.mkdir(exist_ok=True)
+    ids = json.loads((model / "config.json").read_text())["vocab_size"]
     words = {str(token): token for token in range(ids)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -103,26 +108,43 @@ def write_tokenizer(folder: Path) -> None:
 
 @contextmanager
 def serving(side: str, arguments: Sequence[str], log: Path) -> Iterator[str]:
-    """Run a server; give its address once it answers."""
-    port = arguments[arguments.index("--port") + 1]
+    """Run a server of SGLang; give its address once it answers."""
+    address = f"http://127.0.0.1:{arguments[arguments.index('--port') + 1]}"
+    command = [sys.executable, "-m", "sglang.launch_server", *arguments]
+    with launched(command, log) as process:
+        await_answer(side, process, address, log, time.time() + START_SECONDS)
+        yield address
+
+
+@contextmanager
+def launched(
+    command: Sequence[str], log: Path, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process; end it and all that it has started."""
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *arguments],
+            command,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=environment,
         )
-    address, until = f"http://127.0.0.1:{port}", time.time() + START_SECONDS
     try:
-        while not answers(address):
-            if process.poll() is not None or time.time() > until:
-                raise RuntimeError(f"{side} did not start:\n{log.read_text()[-4000:]}")
-            time.sleep(0.5)
-        yield address
+        yield process
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def await_answer(
+    side: str, process: subprocess.Popen[bytes], address: str, log: Path, until: float
+) -> None:
+    """Wait until a server answers, which has to be in time."""
+    while not answers(address):
+        if process.poll() is not None or time.time() > until:
+            raise RuntimeError(f"{side} did not start:\n{log.read_text()[-4000:]}")
+        time.sleep(0.5)
 
 
 def answers(address: str) -> bool:

@@ -7,14 +7,13 @@ import random
 import time
 import zlib
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.engines.cells import FUSED, SETTINGS, SPARE, STEPS, WARM, write_models
 from bench.engines.decode_log import summary
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bench.engines.cells import Job
     from bench.engines.child import Turn
 
@@ -23,6 +22,8 @@ SHORT_LAYERS, LAYERS = 8, 32
 PROMPTS_BY = "fa3"
 # SGLang's variable of the tokens that every step gains
 FORCED = "SGLANG_SIMULATE_ACC_LEN"
+# what draws float8 weights, where SGLang's processes look for plug-ins
+PLUGIN = Path(__file__).parent / "plugin"
 # decode steps between two lines of SGLang's log
 INTERVAL = 8
 PAIR_CONTEXT, PAIR_TOKENS = 1024, 96
@@ -80,7 +81,7 @@ def options(job: Job, models: tuple[Path, Path]) -> dict[str, Any]:
         }
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         found |= {"device": "cpu", "dtype": "float32", "disable_cuda_graph": True}
-        if job.side in (STEPS, FUSED):
+        if found["attention_backend"] == PROMPTS_BY:
             found["attention_backend"] = "torch_native"
     return found
 
@@ -155,7 +156,12 @@ def run(turn: Turn) -> None:
         models = PAIR / "target", PAIR / "draft"
     else:
         layers = LAYERS if turn.job.kind == "bench" else SHORT_LAYERS
-        models = write_models(turn.out / f"models-{layers}", layers)
+        weights = turn.job.weights
+        folder = turn.out / f"models-{layers}{weights}"
+        models = write_models(folder, layers, turn.job.setting, weights)
+        if weights:
+            paths = str(PLUGIN), os.environ.get("PYTHONPATH")
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sglang = import_module("sglang")
     engine = sglang.Engine(**options(turn.job, models))
     try:

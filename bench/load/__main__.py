@@ -7,21 +7,24 @@ same requests run once, which compiles what they need, and some of their texts a
 those of the requests alone (`bench.load.check`).
 
     python -m bench.load --cells first-token,1.5b-32,8b-32 --out FOLDER
+    python -m bench.load --cells generate --out FOLDER       # inside transformers' generate
     python -m bench.load --cells 8b-32 --drafts plain,eagle3,lookup --rounds 3 --out FOLDER
+    python -m bench.load --cells written --drafts published --rounds 3 --out FOLDER
     python -m bench.load --target FOLDER --draft FOLDER --drafts plain,model,model-adaptive
         --prompts FILE.jsonl --at-once 32,8,1 --out FOLDER
     python -m bench.load --cells pair-4 --drafts plain,eagle3       # the shipped pair, on a CPU
 
 Models have random weights and real shapes (1.5b: Qwen2.5-1.5B, 8b: Llama-3.1-8B), and their heads
-are made to gain as much as in `bench.engines`; or they are the shipped pair, or folders, and
-nothing is forced.
+are made to gain as much as in `bench.engines`. In the cells ``written`` the target is made to write
+a text of which drafts gain about what docs/published.md has (`bench.load.written`), greedily and
+drawn. Or models are the shipped pair, or folders, and nothing is forced.
 
 Clients are ``engine``, the engine's own thread, of which they take nothing; ``asyncio``, tasks of
 another thread that read streams as a server does, and so pay for Python's lock; ``generate``, which
 hands the engine all requests at once, so that some always wait: there the first token is timed from
 a request's admission on. The share of prompts is that of the host, from the begin of
-`Admission._run_prompts` to its end, first tokens included; and that of the stream, between two
-events around it, so how long the stream was the prompts'.
+`Admission._run_prompts` to its end, later parts of long prompts included; and that of the stream,
+between two events around it, so how long the stream was the prompts'.
 
 Lines are added to FOLDER/load.jsonl. Another checkout takes its turn from a folder that is none,
 with a label; its library comes first on the path, this bench from the second:
@@ -43,10 +46,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.lines import free
+from bench.load import inside
 from bench.load.cells import (
     CELLS,
     DRAFTS,
     GROUPS,
+    INSIDE,
     engine_of,
     given,
     loader,
@@ -54,6 +59,7 @@ from bench.load.cells import (
 from bench.load.check import check
 from bench.load.client import CLIENTS, load
 from bench.load.figures import figures, read, table
+from bench.load.written import Written
 from bench.suite.machine import machine
 from specattn.models import HFTarget
 
@@ -70,18 +76,21 @@ if TYPE_CHECKING:
 CHECKED = 4
 
 
-def asked_for(options: argparse.Namespace, base: HFTarget | None) -> dict[str, dict[int, Asked]]:
-    """Return what is asked for, by model and by the rows of an engine."""
-    asked: Asked = {name: (CELLS[name], None) for name in options.cells}
+def asked_for(
+    options: argparse.Namespace, base: HFTarget | None
+) -> dict[str, dict[tuple[Any, ...], Asked]]:
+    """Return what is asked for, by model, and by what an engine is made for."""
+    asked: Asked = {name: (CELLS[name], None) for name in options.cells if name in CELLS}
     if base is not None:
         name = Path(options.target).name.removesuffix(".gguf")
         for at_once in options.at_once:
             asked[f"{name}-{at_once}"] = given(
                 options.prompts, base.tokenizer, options.new, at_once, options.count
             )
-    found: dict[str, dict[int, Asked]] = {}
+    found: dict[str, dict[tuple[Any, ...], Asked]] = {}
     for name, (cell, requests) in asked.items():
-        found.setdefault(cell.model, {}).setdefault(cell.at_once, {})[name] = cell, requests
+        made_for = cell.at_once, cell.temperature, cell.written
+        found.setdefault(cell.model, {}).setdefault(made_for, {})[name] = cell, requests
     return found
 
 
@@ -101,7 +110,10 @@ def measured(
         warm = load(engine, requests[name], cell.at_once, **how)
         # most of them came while others ran
         spread = max(len(warm.texts) // CHECKED, 1)
-        found = check(engine, warm.texts[::spread][:CHECKED], lowest)
+        if cell.written:
+            found = Written(vocab, chosen.share).check(warm.texts)
+        else:
+            found = check(engine, warm.texts[::spread][:CHECKED], lowest)
         head[name] = {"cell": name, "draft": draft, "client": options.client, "side": options.label}
         head[name] |= {"at_once": cell.at_once, "asked": cell.count, "seed": options.seed}
         head[name] |= {"start_s": start, "forced": chosen.gained if lowest else 0, **found}
@@ -116,6 +128,12 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the lines of all that is asked for, one model after the other."""
     device = torch.device(options.device)
     dtype = getattr(torch, options.dtype) if options.dtype else None
+    for name in options.cells:
+        if name in INSIDE:
+            how = {"seed": options.seed, "rounds": options.rounds}
+            for line in inside.measured(INSIDE[name], device, dtype, **how):
+                yield {"cell": name, "draft": "plain", "side": options.label, **line}
+            free()
     base = None
     if options.target:
         base = HFTarget.from_pretrained(options.target, dtype=dtype, device=device)
@@ -144,9 +162,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--cells",
-        type=lambda text: names(text, [*CELLS, *GROUPS]),
+        type=lambda text: names(text, [*CELLS, *INSIDE, *GROUPS]),
         default=[],
-        help=", ".join([*CELLS, *GROUPS]),
+        help=", ".join([*CELLS, *INSIDE, *GROUPS]),
     )
     parser.add_argument(
         "--drafts",

@@ -57,24 +57,33 @@ class PromptTime:
     Parameters
     ----------
     calls : int
-        How often the engine ran prompts.
+        How often the engine ran prompts, or a later part of one.
     host : float
-        Seconds of the host, from the begin of each call to its first tokens.
+        Seconds of the host in these calls; first tokens are among them where calls wait for them.
     events : list of (torch.cuda.Event, torch.cuda.Event)
         On the stream, around each call.
+    begins, hosts : list of float
+        When each call began, by `time.perf_counter`, and its seconds of the host.
     """
 
     calls: int = 0
     host: float = 0.0
     events: list[tuple[Any, Any]] = field(default_factory=list)
+    begins: list[float] = field(default_factory=list)
+    hosts: list[float] = field(default_factory=list)
 
     @property
     def stream(self) -> float | None:
         """Seconds that the stream was the prompts'; None without CUDA. It waits for the device."""
+        return sum(self.each) if self.events else None
+
+    @property
+    def each(self) -> list[float]:
+        """Seconds of each call: of the stream, or without CUDA of the host."""
         if not self.events:
-            return None
+            return self.hosts
         torch.cuda.synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in self.events) / 1e3
+        return [begin.elapsed_time(end) / 1e3 for begin, end in self.events]
 
 
 class WatchedEngine(Engine):
@@ -92,8 +101,15 @@ class WatchedEngine(Engine):
         # of older sources it is a method of the engine
         owner = getattr(self, "_admission", self)
         owner._run_prompts = partial(self._watched, owner._run_prompts)
+        # the later parts of a long prompt, in sources that have such
+        if hasattr(owner, "_goes_on"):
+            owner._goes_on = partial(self._watched_part, owner, owner._goes_on)
 
-    def _watched(self, run: Callable[..., int], *args: Any, **options: Any) -> int:
+    def _watched_part(self, owner: Any, run: Callable[..., bool], **options: Any) -> bool:
+        """Launch the next part of a long prompt, and note what that takes if there is one."""
+        return bool(run(**options) if owner._begun is None else self._watched(run, **options))
+
+    def _watched(self, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run prompts, and note what that takes."""
         found, cuda = self.prompt_time, self.table.req_to_token.is_cuda
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
@@ -107,7 +123,9 @@ class WatchedEngine(Engine):
                 event.record()
                 found.events.append((events[0], event))
             found.calls += 1
-            found.host += time.perf_counter() - begin
+            found.begins.append(begin)
+            found.hosts.append(time.perf_counter() - begin)
+            found.host += found.hosts[-1]
 
 
 class _Loop(AsyncEngine):

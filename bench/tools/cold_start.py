@@ -3,10 +3,12 @@
 The models have random weights and the shape of an 8B Llama with an EAGLE-3 head, but few layers,
 for layers do not add kernels. Steps of greedy, drawn and processed requests are captured, and a
 prompt is answered. Every start is a process of its own. Kernels are compiled as the library does
-it ("side by side"), and each where it is first launched ("one by one").
+it ("side by side"), and each where it is first launched ("one by one"). A warm start is repeated
+without graphs of prompts (``Engine(prompt_buckets=())``): the difference is what these take, of
+time, and of the device's memory with all layers.
 
     python -m bench.tools.cold_start [--ways "side by side,one by one"] [--buckets 1,2,4,...]
-        [--layers 2] [--tiny] [--out FILE]
+        [--layers 32] [--tiny] [--out FILE]
 """
 
 from __future__ import annotations
@@ -19,22 +21,34 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from bench.suite.machine import machine
 from bench.suite.results import write
 
+if TYPE_CHECKING:
+    from specattn.engine.engine import Engine
+
 WAYS = "side by side", "one by one"
+#: How prompts run: captured, and launched kernel by kernel.
+GRAPHS, EAGER = PROMPTS = "graphs", "eager"
 BUCKETS = "1,2,4,8,12,16,24,32,40,48,56,64"
 CONTEXT = 2048
 PROMPT, TOKENS = 50, 16
+MIB = 2**20
 # seconds that a start may take
 PATIENCE = 580
 
 
-def start(way: str, buckets: list[int], layers: int, *, tiny: bool) -> dict[str, Any]:
-    """Start an engine and ask it; return the seconds of each part, and kernels compiled there."""
+def start(
+    way: str, buckets: list[int], layers: int, *, tiny: bool, prompts: str = GRAPHS
+) -> dict[str, Any]:
+    """Start an engine and ask it; return the seconds of each part, and kernels compiled there.
+
+    Beside these are what its graphs of steps and of prompts are, with the MiB that their pool grew
+    by, and the MiB that the device lacks when the engine is there; None without one.
+    """
     began = time.perf_counter()
     import torch
 
@@ -85,11 +99,27 @@ def start(way: str, buckets: list[int], layers: int, *, tiny: bool) -> dict[str,
         mock.patch.object(GraphRunner, "capture", captured),
     ):
         options = {"buckets": buckets, "sampled": True, "processed": True}
+        options["prompt_buckets"] = None if prompts == GRAPHS else ()
         engine = timed("engine", Engine, target, head, tree, **options)
+    used = None
+    if cuda:
+        free, whole = torch.cuda.mem_get_info()
+        used = (whole - free) / MIB
     request = Request(list(range(1, PROMPT + 1)), TOKENS)
     timed("first answer", engine.generate, [request])
     timed("second answer", engine.generate, [request])
-    return found | {"graphs": sum(one.recorded for one in engine.decoder(engine.config).report())}
+    found |= taken(engine, of_prompts=False) | taken(engine, of_prompts=True)
+    return found | {"prompts": prompts, "device_mib": used}
+
+
+def taken(engine: Engine, *, of_prompts: bool) -> dict[str, Any]:
+    """Return how many graphs an engine has, of steps or of prompts, and what their pool grew by."""
+    from specattn.speculative.prompts.launch import of_prompts as is_prompts
+
+    own = [one for one in engine.graphs()[engine.config] if is_prompts(one.part) == of_prompts]
+    name = "prompt_" * of_prompts
+    nbytes = sum(one.nbytes for one in own)
+    return {f"{name}graphs": sum(one.recorded for one in own), f"{name}mib": nbytes / MIB}
 
 
 def listened() -> list[str]:
@@ -108,9 +138,10 @@ def listened() -> list[str]:
     return compiled
 
 
-def process(way: str, cache: str, options: argparse.Namespace) -> dict[str, Any]:
+def process(way: str, prompts: str, cache: str, options: argparse.Namespace) -> dict[str, Any]:
     """Start in a process of its own, with this folder as Triton's cache."""
     command = [sys.executable, "-m", "bench.tools.cold_start", "--start", way]
+    command += ["--prompts", prompts]
     command += ["--buckets", options.buckets, "--layers", str(options.layers)]
     command += ["--tiny"] * options.tiny
     began = time.perf_counter()
@@ -128,12 +159,25 @@ def process(way: str, cache: str, options: argparse.Namespace) -> dict[str, Any]
 
 
 def show(way: str, state: str, found: dict[str, Any]) -> None:
-    print(f"{way}, {state} cache: {found['graphs']} graphs", flush=True)
+    graphs = f"{found['graphs']} graphs of steps, {found['prompt_graphs']} of prompts"
+    memory = f"{found['mib']:.0f} and {found['prompt_mib']:.0f} MiB"
+    used = found["device_mib"]
+    device = "" if used is None else f", {used:.0f} MiB of the device"
+    print(f"{way}, {state} cache, prompts as {found['prompts']}: {graphs}, {memory}{device}")
     for part, value in found.items():
         if isinstance(value, list):
             seconds, kernels = value
             compiled = f", {kernels} kernels compiled" if kernels else ""
             print(f"    {part:14} {seconds:7.2f} s{compiled}", flush=True)
+
+
+def more(graphs: dict[str, Any], eager: dict[str, Any]) -> str:
+    """Return what graphs of prompts take more than eager ones, of two starts."""
+    seconds = graphs["engine"][0] - eager["engine"][0]
+    line = f"graphs of prompts: {seconds:+.2f} s of the engine's start"
+    if graphs["device_mib"] is None:
+        return line
+    return f"{line}, {graphs['device_mib'] - eager['device_mib']:+.0f} MiB of the device"
 
 
 def main() -> None:
@@ -144,18 +188,21 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="narrow models, for tests")
     parser.add_argument("--out", type=Path, help="write the records there, as JSON")
     parser.add_argument("--start", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--prompts", choices=PROMPTS, default=GRAPHS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.start:
         buckets = [int(size) for size in options.buckets.split(",")]
-        print(json.dumps(start(options.start, buckets, options.layers, tiny=options.tiny)))
+        how = {"tiny": options.tiny, "prompts": options.prompts}
+        print(json.dumps(start(options.start, buckets, options.layers, **how)))
         return
     records = []
     for way in options.ways.split(","):
         with tempfile.TemporaryDirectory() as cache:
-            for state in ("empty", "warm"):
-                found = process(way, cache, options)
+            for state, prompts in (("empty", GRAPHS), ("warm", GRAPHS), ("warm", EAGER)):
+                found = process(way, prompts, cache, options)
                 show(way, state, found)
                 records.append({"way": way, "cache": state, **found})
+        print(more(*records[-2:]), flush=True)
     if options.out:
         write({"machine": machine(), "records": records}, options.out)
 

@@ -54,8 +54,11 @@ class Answer:
         asked = {k: v for k, v in body.items() if v is not None or k == main}
         take, self.chat, self.tokenizer = asked.pop, chat, tokenizer
         self.stream, options = flag("stream", take("stream", False)), take("stream_options", {})
-        usage = typed("stream_options", options, dict, "an object").pop("include_usage", False)
-        self.with_usage = flag("include_usage", usage) or not self.stream
+        given = typed("stream_options", options, dict, "an object").get
+        self.with_usage = flag("include_usage", given("include_usage", False)) or not self.stream
+        # as SGLang and vLLM have it: in every part of a stream
+        each = flag("continuous_usage_stats", given("continuous_usage_stats", False))
+        self.counted = each or not self.stream
         kind = "chat.completion" + ".chunk" * self.stream if chat else "text_completion"
         self.head = {"id": hex(time.time_ns()), "object": kind, "created": int(time.time())}
         self.head["model"] = take("model", "")
@@ -95,7 +98,7 @@ class Answer:
         """Return what choices have got, and the usage at the end."""
         self.counts[1] += sum(len(one.tokens) for parts in outputs.values() for one in parts)
         found = self.head | {"choices": [self.choice(*pair) for pair in outputs.items()]}
-        if not (self.stream and outputs):
+        if self.counted or not outputs:
             names = "prompt_tokens", "completion_tokens", "total_tokens"
             found["usage"] = dict(zip(names, [*self.counts, sum(self.counts)], strict=True))
         return found
@@ -215,6 +218,8 @@ def measured(engine: AsyncEngine) -> str:
     """Return the engine's numbers as Prometheus reads them (docs/monitoring.md)."""
     now = engine.metrics()
     found = {f'finished_total{{reason="{why}"}}': count for why, count in now.finished.items()}
+    for gained, count in enumerate(now.accept_lens):
+        found[f'gained_total{{tokens="{gained}"}}'] = count
     for name, value in vars(now).items():
         if isinstance(value, int):
             found[name if name in GAUGES else f"{name}_total"] = value

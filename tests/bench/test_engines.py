@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -18,15 +19,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
+import bench.engines.__main__ as driver
 from bench.compat import PINS
 from bench.engines import cells, make_bundle, report, serving
-from bench.engines.cells import FUSED, OWN, PLACES, SETTINGS, STEPS, WARM, Job
+from bench.engines.cells import BLOCK, FUSED, OWN, PLACES, SETTINGS, STEPS, WARM, Job
 from bench.engines.child import Turn
 from bench.engines.decode_log import intervals, steady, summary
 from bench.engines.own_side import make, measure
 from bench.engines.processes import run
 from bench.engines.sglang_side import options, random_prompts
 from bench.step_world import Shape
+from specattn.models.fused.projection import Projection
+from specattn.models.fused.scaled import ScaledProjection
 
 LOG = (
     "[2026-01-01 00:00:00] Decode batch, #running-req: {running}, #token: 4100, token usage: 0.10, "
@@ -148,6 +152,56 @@ def test_models_are_written(tmp_path):
     found = json.loads((head / "config.json").read_text())
     assert found["architectures"] == ["LlamaForCausalLMEagle3"]
     assert found["num_hidden_layers"] == 1
+    same, block = cells.write_models(tmp_path, 8, BLOCK)
+    found = json.loads((block / "config.json").read_text())
+    assert (same, found["architectures"]) == (target, ["DFlashDraftModel"])
+    assert (found["block_size"], found["num_hidden_layers"]) == (8, 5)
+    assert found["dflash_config"]["target_layer_ids"] == [1, 2, 4, 5, 6]
+    asked = options(Job(FUSED, BLOCK), (same, block))
+    names = ("num_steps", "eagle_topk", "num_draft_tokens")
+    assert [asked[f"speculative_{name}"] for name in names] == [7, 8, 16]
+
+
+def test_a_target_of_fp8_weights_is_written(tmp_path):
+    """Its head keeps weights of 16 bits."""
+    for weights, method in {"fp8": "fp8", "fp8-channel": "compressed-tensors"}.items():
+        paths = cells.write_models(tmp_path / weights, 2, weights=weights)
+        target, head = (json.loads((path / "config.json").read_text()) for path in paths)
+        assert target["quantization_config"] == cells.QUANTISED[weights]
+        assert target["quantization_config"]["quant_method"] == method
+        assert "quantization_config" not in head
+
+
+def test_jobs_of_fp8_weights():
+    asked = {"smoke": False, "sides": "", "settings": "", "tp": 1, "places": (), "weights": "fp8"}
+    jobs = driver.chosen(SimpleNamespace(**asked))
+    assert [job.name.removesuffix("-fp8") for job in jobs] == [
+        job.name for job in cells.bench_jobs()
+    ]
+    asked |= {"smoke": True, "sides": "fused,fa3", "places": driver.places("2x64,1x32")}
+    jobs = driver.chosen(SimpleNamespace(**asked))
+    assert {job.kind for job in jobs} == {"smoke"}
+    assert {job.side for job in jobs} == {"fused", "fa3"}
+    assert {job.places for job in jobs} == {((2, 64), (1, 32))}
+    assert len({job.name for job in jobs}) == len(jobs)
+    assert Job.from_json(jobs[0].to_json()) == jobs[0]
+
+
+def test_dummy_float8_weights_are_random_numbers():
+    name = "bench.engines.plugin.specattn_bench_weights"
+    fill = importlib.import_module(name).fill
+    model = torch.nn.Module()
+    stored = torch.zeros(9000, 8, dtype=torch.float8_e4m3fn)
+    shapes = {"weight": stored, "weight_scale_inv": torch.zeros(71, 1), "bias": torch.zeros(3)}
+    for key, one in shapes.items():
+        model.register_parameter(key, torch.nn.Parameter(one, requires_grad=False))
+    before = []
+    fill(lambda model, low: before.append(low), model, low=0.5)
+    assert before == [0.5]
+    numbers = model.weight.float() * model.weight_scale_inv[0]
+    assert float(numbers.std()) == pytest.approx(6e-4, rel=0.02)
+    assert float((numbers == 0).float().mean()) < 1e-3
+    assert not model.bias.any()
 
 
 def test_prompts_share_nothing_and_are_the_same_again():
@@ -203,7 +257,10 @@ def test_table_and_gain():
         {"side": side, "setting": "tree", "batch": 16, "context": 4096, "ms": ms, "tokens_per_s": 9}
         for side, ms in (("fa3", 12.0), ("triton", 15.0), ("specattn", 10.0), ("steps", 6.0))
     ]
-    text = report.table([*lines, {"side": "fa3", "setting": "chain", "error": "out of time"}])
+    more = [lines[0] | {"weights": "fp8"}, {"side": "fa3", "setting": "chain", "error": "late"}]
+    text = report.table([*lines, *more])
+    assert text.splitlines()[-1].startswith("| tree fp8 | 16 x 4096 | 12.00 ms")
+    text = report.table([*lines, more[1]])
     assert text.splitlines()[-1] == (
         "| tree | 16 x 4096 | 12.00 ms, 9/s | 15.00 ms, 9/s | 10.00 ms, 9/s | 6.00 ms, 9/s | 1.20 "
         "| 2.00 |"
@@ -226,8 +283,11 @@ def test_tokens_are_compared_with_plain_ones():
     assert "nothing to compare" in report.compared([])[0]
 
 
-@pytest.mark.parametrize("setting", ["chain", "tree"])
-def test_our_engine_gains_what_is_forced(setting):
+@pytest.mark.parametrize(
+    ("setting", "weights"),
+    [("chain", ""), ("tree", ""), (BLOCK, ""), ("tree", "fp8"), ("tree", "fp8-channel")],
+)
+def test_our_engine_gains_what_is_forced(setting, weights):
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -243,9 +303,11 @@ def test_our_engine_gains_what_is_forced(setting):
         LlamaConfig(**sizes, num_hidden_layers=1),
         draft_vocab=48,
     )
-    job = Job(OWN, setting, ((2, 12),), steps=4)
+    job = Job(OWN, setting, ((2, 12),), steps=4, weights=weights)
     torch.manual_seed(0)
     engine, forced = make(job, shape, torch.device("cpu"), torch.float32)
+    kind = ScaledProjection if weights else Projection
+    assert type(engine.target.model.blocks[0].qkv) is kind
     gained = SETTINGS[setting][3]
     found = measure(engine, random_prompts(2, 12, 96), job.steps, gained)
     assert found["intervals"] >= job.steps - 2

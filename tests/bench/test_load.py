@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from transformers import LlamaConfig, Qwen2Config
 
 from bench.load import __main__ as command
-from bench.load import cells, check, client, figures
+from bench.load import cells, check, client, figures, written
 from bench.step_world import Shape
 from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
@@ -27,6 +29,7 @@ SIZES = {
     "intermediate_size": 48,
     "num_hidden_layers": 2,
 }
+ROOT = Path(__file__).parent.parent.parent
 CELL = cells.Cell(cells.SMALL, 3, (5, 15), (6, 20), 9)
 
 
@@ -137,6 +140,32 @@ def test_figures_of_two_texts():
     assert found["per_step"] == pytest.approx(5 / 3, abs=1e-4)
 
 
+def test_a_gap_in_units_of_steps_and_chunks():
+    """By hand: steps of 2, a prompt of 5 launched at 13.5 that the step at 19 came after."""
+    text = client.Text(Request([1]), 9.0)
+    for at in (10, 12, 14, 21, 23, 25, 27):
+        text.came([7], float(at))
+    prompts = client.PromptTime(1, 5.0, begins=[13.5], hosts=[5.0])
+    metrics = EngineMetrics(accept_lens=(0, 6))
+    found = figures.figures(client.Load([text], 8.0, prompts, metrics, metrics))
+    assert (found["step_ms"], found["chunk_ms"], found["gap_p99_ms"]) == (2e3, 5e3, 7e3)
+    assert found["gap_p99_bounds"] == round(7 / 9, 4)
+
+
+def test_later_parts_of_a_long_prompt_are_among_the_prompts_time():
+    """Two requests run, and a prompt of 60 comes in parts of 8 between their steps."""
+    made, _ = engine()
+    made._admission.prompts.chunk = 8
+    launched = []
+    launch = made._admission.prompts.launch
+    made._admission.prompts.launch = lambda wave: launched.append(wave) or launch(wave)
+    long = Request([*range(1, 61)], 4, ignore_eos=True)
+    requests = [Request([3], 24, ignore_eos=True), Request([5], 2, ignore_eos=True), long]
+    found = client.load(made, requests, 2, seconds=600)
+    assert len(launched) >= 1 + 8
+    assert found.prompts.calls == len(found.prompts.begins) >= 8
+
+
 def test_prompts_of_a_file(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": [4, 5, 6]}) + "\n" + json.dumps({"prompt": "def f"}))
@@ -179,7 +208,141 @@ def test_the_command_measures_the_shipped_pair_and_sets_sides_beside_each_other(
     ]
 
 
+def test_first_tokens_inside_transformers(monkeypatch, tmp_path, capsys):
+    cell = cells.Cell(cells.SMALL, 1, (15, 15), (4, 4), 3)
+    monkeypatch.setitem(cells.INSIDE, "generate-1.5b", cell)
+    words = ["--cells", "generate-1.5b", "--dtype", "float32", "--out", str(tmp_path)]
+    command.main([*words, "--rounds", "2"])
+    lines = figures.read(tmp_path / "load.jsonl")
+    loops = [(line["client"], line["round"], line["equal_first"]) for line in lines]
+    both = "transformers", "custom_generate"
+    assert loops == [(loop, turn, 3) for turn in (0, 1) for loop in both]
+    assert all(0 < line["ttft_ms"] <= line["ttft_p99_ms"] for line in lines)
+    assert "custom_generate" in capsys.readouterr().out
+
+
 def test_unknown_names_are_refused(capsys):
     with pytest.raises(SystemExit):
         command.main(["--cells", "2b"])
     assert "known: first-token-1.5b" in capsys.readouterr().err
+
+
+@pytest.fixture
+def words(monkeypatch):
+    """A vocabulary in which a draft is hardly right by chance."""
+    sizes = SIZES | {"vocab_size": 3000, "max_position_embeddings": 512}
+    target = Qwen2Config(**sizes, tie_word_embeddings=True)
+    shape = Shape("tiny", target, LlamaConfig(**sizes), 1000)
+    monkeypatch.setattr(cells, "shape_of", lambda model: shape)
+    monkeypatch.setattr(cells, "small_of", lambda model: target)
+    return 3000
+
+
+def loaded_with(cell, draft, dtype=torch.float32):
+    load = cells.loader(cell.model, torch.device("cpu"), dtype)
+    made, lowest = cells.engine_of(load, [cell], cells.DRAFTS[draft])
+    assert not lowest
+    return client.load(made, cell.requests(made.target.model.vocab_size, 0), 3, seconds=600)
+
+
+def gained(text, kept, steps):
+    """What a request gains in its steps, by what a chain keeps at its positions."""
+    found, at = [], len(text.request.prompt)
+    while sum(found) < text.request.max_new_tokens - 1:
+        run = 0
+        while run < steps and kept[at + 1 + run]:
+            run += 1
+        left = text.request.max_new_tokens - 1 - sum(found)
+        found.append(min(1 + run, left))
+        at += found[-1]
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft", ["plain", "lookup", "eagle3", "eagle3-5", "model"])
+def test_written_texts_keep_the_places_they_are_told(words, draft, temperature):
+    cell = cells.Cell(cells.SMALL, 3, (50, 70), (20, 40), 6, temperature, written=True)
+    found = loaded_with(cell, draft)
+    setting = cells.DRAFTS[draft]
+    text = written.Written(words, setting.share)
+    assert text.check(found.texts) == {"checked": 6, "as_written": 6}
+    assert found.after.shared_tokens == 0
+    assert len({one.request.prompt[0] for one in found.texts}) == 6
+    for one in found.texts:
+        assert len(one.tokens) == one.request.max_new_tokens
+        if draft == "lookup":
+            continue
+        assert one.accept_lens == gained(one, text.kept, setting.setting.shape[0])
+    one = found.texts[2]
+    at = next(at for at in range(1, 20) if not text.kept[len(one.request.prompt) + at])
+    one.tokens[at] = (one.tokens[at] + 1) % words
+    with pytest.raises(check.WrongTexts, match="was to be written"):
+        text.check(found.texts)
+
+
+@pytest.mark.parametrize(
+    "draft", [pytest.param("lookup", marks=pytest.mark.slow), "eagle3", "eagle3-5", "model"]
+)
+def test_drafts_gain_on_written_texts_about_what_they_gain_on_humaneval(words, draft):
+    """docs/published.md, greedy; lookup reads repetitions, the others are right at places."""
+    record = json.loads((ROOT / "bench" / "results" / "published_qwen15.json").read_text())
+    chosen, cell = cells.DRAFTS[draft], cells.CELLS["1.5b-32-drafts"]
+    (published,) = (
+        line["accepted_per_step"]
+        for line in record["results"]
+        if (line["draft"], line["tree"]) == (chosen.setting.draft, chosen.setting.tree)
+        and (line["by"], line["batch"], line["temperature"]) == ("specattn", 32, 0.0)
+    )
+    if draft == "lookup":
+        texts = loaded_with(replace(cell, count=40), draft).texts
+        lens = [count for text in texts for count in text.accept_lens]
+    else:
+        kept, depth = written.Written(words, chosen.share).kept, chosen.setting.shape[0]
+        texts = [client.Text(request, 0.0) for request in cell.requests(words, 0)]
+        lens = [count for text in texts for count in gained(text, kept, depth)]
+    assert sum(lens) / len(lens) == pytest.approx(published, rel=0.05)
+
+
+def test_adaptive_engines_write_the_same_texts(words):
+    cell = cells.Cell(cells.SMALL, 3, (50, 70), (30, 40), 6, written=True)
+    for draft in ("lookup-adaptive", "eagle3-adaptive", "model-adaptive"):
+        text = written.Written(words, cells.DRAFTS[draft].share)
+        assert text.check(loaded_with(cell, draft).texts)["as_written"] == 6
+
+
+def test_parts_of_long_prompts_are_watched():
+    made = client.WatchedEngine(
+        cells.loader(CELL.model, torch.device("cpu"), torch.float32)("none")[0],
+        None,
+        SpecConfig(0, 1, 1, 128, 2),
+        prompt_chunk=16,
+    )
+    # the long one comes while the second one runs
+    asked = [([1, 2, 3], 4), ([5, 6, 7], 60), ([4] * 60, 4)]
+    requests = [Request(prompt, new, ignore_eos=True) for prompt, new in asked]
+    found = client.load(made, requests, 2, seconds=600)
+    assert found.prompts.calls >= 1 + 4
+
+
+def test_adaptive_engines_are_set_beside_the_best_of_their_kind():
+    def line(draft, speed, cell="a"):
+        line = {"cell": cell, "draft": draft, "client": "engine", "side": "this"}
+        return line | {"tokens_per_s": speed}
+
+    lines = [
+        *(line("plain", speed) for speed in (90.0, 100.0, 110.0)),
+        line("lookup", 150.0),
+        line("lookup-adaptive", 120.0),
+        line("eagle3", 50.0),
+        line("eagle3-5", 60.0),
+        line("eagle3-adaptive", 97.0),
+        line("eagle3", 50.0, cell="b"),
+    ]
+    head, _, *rows = figures.table(lines).splitlines()
+    at = head.split(" | ").index("over plain")
+    found = {(row.split(" | ")[0], *row.split(" | ")[1:2]): row.split(" | ") for row in rows}
+    told = {key: (row[at], row[at + 1]) for key, row in found.items()}
+    assert told["| a", "plain"] == ("1.00x", "-")
+    assert told["| a", "lookup-adaptive"] == ("1.20x", "0.80x")
+    assert told["| a", "eagle3-adaptive"] == ("0.97x", "0.97x")
+    assert told["| b", "eagle3"] == ("-", "-")

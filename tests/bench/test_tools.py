@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -13,8 +14,10 @@ import torch
 
 from bench import step
 from bench.step_world import Setting, World
-from bench.tools import compare, shape, texts
+from bench.tools import cold_start, compare, shape, texts
+from specattn import Engine, SpecConfig
 from tests.bench.test_step import CPU, tiny
+from tests.tiny import TinyDraft, TinyTarget
 
 
 class Stays:
@@ -175,3 +178,36 @@ def test_a_step_is_traced_until_its_launch_and_within(monkeypatch):
     for part in ("launch path", "recorded path, kernels aside"):
         files, calls = found[f"{part}: files"], found[f"{part}: calls"]
         assert 1 < files <= found[f"{part}: changes of file"] + 1 <= calls
+
+
+@pytest.mark.parametrize("prompts", cold_start.PROMPTS)
+def test_a_start_says_what_prompts_take(monkeypatch, prompts):
+    """On a CPU nothing is recorded; who asks for graphs of prompts gets an engine's own."""
+    asked, made = [], Engine.__init__
+    monkeypatch.setattr(
+        Engine,
+        "__init__",
+        lambda *args, **named: asked.append(named["prompt_buckets"]) or made(*args, **named),
+    )
+    monkeypatch.setattr(cold_start, "listened", list)
+    found = cold_start.start("one by one", [1], 2, tiny=True, prompts=prompts)
+    assert asked == [None if prompts == "graphs" else ()]
+    assert (found["graphs"], found["prompt_graphs"], found["device_mib"]) == (0, 0, None)
+    assert found["prompts"] == prompts
+    graphs = found | {"device_mib": 900.0}
+    eager = graphs | {"device_mib": 650.0, "engine": [graphs["engine"][0] - 1.5, 0]}
+    want = "graphs of prompts: +1.50 s of the engine's start, +250 MiB of the device"
+    assert cold_start.more(graphs, eager) == want
+
+
+def test_graphs_of_prompts_are_counted_apart():
+    config = SpecConfig(2, 1, 3, max_context_len=48, max_num_reqs=2)
+    engine = Engine(TinyTarget(), TinyDraft(), config, buckets=[1, 2], prompt_buckets=(8, 16))
+    reports = engine.graphs()[config]
+    assert [report.part for report in reports[:2]] == ["step", "step"]
+    parts = {report.part for report in reports[2:]}
+    assert parts == {"prompts", "first tokens", "prompts' drafts"}
+    every = [replace(one, recorded=True, nbytes=1 << 20) for one in reports]
+    engine.graphs = lambda: {config: tuple(every)}
+    assert cold_start.taken(engine, of_prompts=False) == {"graphs": 2, "mib": 2.0}
+    assert cold_start.taken(engine, of_prompts=True) == {"prompt_graphs": 5, "prompt_mib": 5.0}
