@@ -24,6 +24,7 @@ from tests.interpreter import (
     describe_once,
     multiply_by_row,
     patch_once,
+    round_to_bfloat16,
     round_to_float8,
     spread_bits,
     without_idle_checks,
@@ -78,6 +79,7 @@ if not CUDA:
         multiply_by_row()
         spread_bits()
         round_to_float8()
+        round_to_bfloat16()
 
 # what the lane for each edit (`-m "not slow"`) leaves out, besides single tests that are marked
 SLOW = (

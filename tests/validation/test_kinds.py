@@ -176,7 +176,7 @@ WRONG = {
     ),
     "slot: no pool": (
         lambda it: ModelSlot.of(it.target.model, it.target.model.layers, "torch_native"),
-        "pool must be a KVPool, got a tuple",
+        "pool must be a KVPool or a HybridPool, got a tuple",
     ),
     "slot: backend": (
         lambda it: ModelSlot.of(it.target.model, pool(it.target.model), 5),
