@@ -249,16 +249,19 @@ class GraphRunner(Generic[Key]):
         """Compile what modes launch, side by side, before they are captured.
 
         Captures would compile one kernel after another. Here every bucket runs on padding, and
-        launches no kernel of this library (`compile_ahead`). If the first one finds all it needs in
-        Triton's cache, the others are left out, until a capture lacks a kernel. What fails is left
-        to the captures.
+        launches no kernel of this library (`compile_ahead`). If the largest and the smallest find
+        all they need in Triton's cache, the others are left out, until a capture lacks a kernel.
+        What fails is left to the captures.
         """
         if not modes or not uses_triton(self._device):
             return
         if self._before is not None:
             self._before()
-        first, *self._unseen = [(mode, at) for mode in modes for at in reversed(self.buckets)]
-        if self._compile([first], padded=False) or _ranks() > 1:
+        self._unseen = [(mode, at) for mode in modes for at in reversed(self.buckets)]
+        largest = self._unseen.pop(0)
+        # few rows have kernels of their own
+        ends = [largest, (modes[0], self.buckets[0])]
+        if self._compile(ends, padded=False) or _ranks() > 1:
             self._compile_unseen()
 
     def _compile_unseen(self) -> None:
