@@ -224,7 +224,10 @@ class Oracle:
         pair = [of_embeds(self.embed[ids]), of_states(states.double())]
         x = (torch.cat(pair, -1) @ self.fc.T)[None]
         mask = torch.zeros(sees.shape, dtype=torch.float64).masked_fill(~sees, -torch.inf)
-        turned = self.rotary(x, positions[None])
+        places = positions[None]
+        if "Qwen3_5" in type(self.rotary).__name__:  # of a text's and of an image's two axes
+            places = places.expand(3, 1, -1)
+        turned = self.rotary(x, places)
         x = self.layer(x, attention_mask=mask[None, None], position_embeddings=turned)
         x = last(x[0] if isinstance(x, torch.Tensor) else x[0][0])
         return x @ self.lm_head.T, x
