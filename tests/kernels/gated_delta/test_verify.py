@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specattn.kernels.gated_delta import Tokens, convolve_nodes, tiles, verify_nodes
+from specattn.kernels.gated_delta.tokens import of_value_heads
 from tests.implementations import IMPLEMENTATIONS, using
 from tests.kernels.gated_delta.oracle import (
     DEVICE,
@@ -174,7 +175,7 @@ def test_a_chain_is_the_recurrence_whatever_reads_it(states, n, implementation):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("limits", [{"MANY": 8}, {"FEW": 0}, {"FEW": 64}])
+@pytest.mark.parametrize("limits", [{"ONE": 8}, {"FEW": 0}, {"FEW": 64}])
 @pytest.mark.parametrize("n", [4, 16, 17])
 def test_programs_of_any_number_take_other_tiles(n, limits, dtype):
     """One kernel or two, over more or fewer values."""
@@ -251,7 +252,8 @@ def test_oracles_agree_with_transformers():
     shape = Shape((2, 6), (32, 16))
     tokens, state = tokens_of(shape, 70), shape.new_states(1)
     want, last = exact_path(tokens, state[0])
-    heads = [one[None] for one in (tokens.q, tokens.k, tokens.v)]
+    # transformers repeats heads of keys within its rules, or in front of them
+    heads = [of_value_heads(one, 6)[None] for one in (tokens.q, tokens.k, tokens.v)]
     gates = {"g": tokens.g[None], "beta": tokens.beta[None]}
     for model in models:
         for rule in (model.torch_recurrent_gated_delta_rule, model.torch_chunk_gated_delta_rule):
@@ -282,7 +284,8 @@ def test_a_chain_is_what_transformers_computes(implementation):
     )[0].T
     (hk, hv), (k_dim, v_dim) = shape.heads, shape.dims
     q, k, v = mixed.split([hk * k_dim, hk * k_dim, hv * v_dim], 1)
-    heads = q.unflatten(1, (hk, k_dim)), k.unflatten(1, (hk, k_dim)), v.unflatten(1, (hv, v_dim))
+    heads = [of_value_heads(one.unflatten(1, (hk, k_dim)), hv) for one in (q, k)]
+    heads.append(v.unflatten(1, (hv, v_dim)))
     g = -weights.a_log.exp() * torch.nn.functional.softplus(parts.a[0] + weights.dt_bias)
     want, _ = model.torch_recurrent_gated_delta_rule(
         *(one[None] for one in heads),
