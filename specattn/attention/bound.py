@@ -65,6 +65,7 @@ class BoundLayers(CompositeAttention):
     _bound: dict[LayerGroup, BoundAttention] = field(default_factory=dict)
     _of_layer: dict[tuple[Layer, bool], BoundAttention] = field(default_factory=dict)
     _ran: set[LayerGroup] = field(default_factory=set)
+    _mixed: bool = False
 
     def __post_init__(self, groups: Iterable[LayerGroup]) -> None:
         self.device: torch.device = self.slots.device
@@ -124,6 +125,7 @@ class BoundLayers(CompositeAttention):
     def parts(self) -> tuple[BoundAttention, ...]:
         """Begin a forward; return what is to be filled."""
         self._ran.clear()
+        self._mixed = False
         self.filled = True
         return self.bounds
 
@@ -253,9 +255,16 @@ class BoundLayers(CompositeAttention):
             return own.pool.read(own.index, parts, weights, rows=rows, qo_indptr=starts)
         if not isinstance(plan, AttnPlan) or self.nodes is None:
             raise ValueError("nodes must be given to bind a verification of layers with states")
-        rows, words, causal = plan.req_pool_indices, plan.tail_words, plan.layout.causal
+        follows, self._mixed = self._mixed, True
         return own.pool.verify(
-            own.index, parts, weights, rows=rows, words=words, nodes=self.nodes, causal=causal
+            own.index,
+            parts,
+            weights,
+            rows=plan.req_pool_indices,
+            words=plan.tail_words,
+            nodes=self.nodes,
+            causal=plan.layout.causal,
+            follows=follows,
         )
 
     def _attending(self, layer: int) -> Layer:

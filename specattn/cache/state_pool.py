@@ -111,6 +111,7 @@ class StatePool(ReadOnly):
         words: Tensor,
         nodes: Nodes,
         causal: bool = False,
+        follows: bool = False,
     ) -> Tensor:
         """Return what a layer gives after every node; no state changes.
 
@@ -125,7 +126,7 @@ class StatePool(ReadOnly):
             ``tail_words``.
         nodes : Nodes
             Those of B requests, of which the layer's part is written.
-        causal : bool
+        causal, follows : bool
             As in `specattn.kernels.gated_delta.verify_nodes`.
 
         Returns
@@ -140,7 +141,7 @@ class StatePool(ReadOnly):
         """
         inputs, tokens = nodes.layer(layer)
         convolve_nodes(parts, weights, self.windows[layer], rows, words, inputs=inputs, out=tokens)
-        return verify_nodes(tokens, self.states[layer], rows, words, causal=causal)
+        return verify_nodes(tokens, self.states[layer], rows, words, causal=causal, follows=follows)
 
     def read(
         self,

@@ -22,3 +22,15 @@ def enter(PDL: tl.constexpr):
         # the next kernel waits for this kernel's end before it touches what it writes
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def follow(PDL: tl.constexpr):
+    """If ``PDL``, wait for all earlier kernels, then let the next one start.
+
+    So what is launched later starts when the kernel before this one is complete, and may read what
+    that one and those before it wrote.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()

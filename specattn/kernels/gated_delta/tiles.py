@@ -10,9 +10,9 @@ import torch
 CHAIN = 4
 #: Value heads of all requests up to which a program that reads a state solves its tree, too: it
 #: does so once per block of values, while the state arrives.
-FEW = 128
-#: Value heads of all requests from which on programs take more values: there are enough of them.
-MANY = 256
+FEW = 256
+#: Value heads up to which programs of a whole head would leave a GPU idle.
+ONE = 96
 
 
 class Tile(NamedTuple):
@@ -34,7 +34,9 @@ def parts_of(dtype: torch.dtype) -> int:
 
 def commit_tile(v_dim: int) -> Tile:
     """Return the tile of a commit, and of a short chain."""
-    return Tile(min(v_dim, 32), 4)
+    # a warp holds eight rows of a state
+    values = min(v_dim, 32)
+    return Tile(values, max(values // 8, 1))
 
 
 def read_tile(v_dim: int, nodes: int, heads: int, dtype: torch.dtype) -> Tile:
@@ -51,11 +53,10 @@ def read_tile(v_dim: int, nodes: int, heads: int, dtype: torch.dtype) -> Tile:
     dtype : torch.dtype
         The model's.
     """
-    # 64 values fill a warpgroup's product: fewer take more registers
-    wide = heads >= MANY or nodes > 32
     # registers hold no more than 16 nodes beside a state
     solves = heads <= FEW and nodes <= 16 and parts_of(dtype) > 1
-    return Tile(min(v_dim, 64 if wide else 32), 4, solves)
+    # 64 values fill a warpgroup's product: fewer take more registers
+    return Tile(min(v_dim, 128 if solves and heads > ONE else 64), 4, solves)
 
 
 def solve_warps(nodes: int, dtype: torch.dtype) -> int:

@@ -63,6 +63,21 @@ def wide_dot(a, b, total, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def multiply(a, b, SPLIT: tl.constexpr):
+    """Return ``a b`` of float32 tiles, of as many bits as states are read by."""
+    none = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
+    if SPLIT == 1:
+        total = dot(a, b, none, "tf32x3")
+    else:
+        a_high, a_low = split(a, tl.bfloat16)
+        b_high, b_low = split(b, tl.bfloat16)
+        total = dot(a_low, b_high, none, "")
+        total = dot(a_high, b_low, total, "")
+        total = dot(a_high, b_high, total, "")
+    return total
+
+
+@triton.jit
 def halved(g):
     """Return gates as multiples of 2^-10, and what is left of each.
 
@@ -81,7 +96,7 @@ def inverse_sizes(x):
 
 
 @triton.jit
-def invert(above, depth, N: tl.constexpr):
+def invert(above, depth, N: tl.constexpr, SPLIT: tl.constexpr):
     """Return the inverse of ``I + above``.
 
     Its entries lie below the diagonal. Substitution takes a depth at a time. What is deeper than 8
@@ -93,18 +108,18 @@ def invert(above, depth, N: tl.constexpr):
     near = tl.where(within, above, 0.0)
     found = own - near
     for _ in range(tl.minimum(depth, _NEAR - 1) - 1):
-        found = own - dot(near, found, tl.zeros([N, N], tl.float32), "tf32x3")
+        found = own - multiply(near, found, SPLIT)
     if depth >= _NEAR:
         far = tl.where(within, 0.0, above)
-        far = dot(found, far, tl.zeros([N, N], tl.float32), "tf32x3")
+        far = multiply(found, far, SPLIT)
         blocks = found
         for _ in range(N // _NEAR - 1):
-            found = blocks - dot(far, found, tl.zeros([N, N], tl.float32), "tf32x3")
+            found = blocks - multiply(far, found, SPLIT)
     return found
 
 
 @triton.jit
-def solve(q, k, g, beta, held, scale, N: tl.constexpr):
+def solve(q, k, g, beta, held, scale, N: tl.constexpr, SPLIT: tl.constexpr):
     """Return T and P, and what scales rows of keys and queries.
 
     The last is each node's gate from the root on. Parameters are queries and keys as the model has
@@ -124,7 +139,7 @@ def solve(q, k, g, beta, held, scale, N: tl.constexpr):
     above = dot(k, tl.trans(k), none, "tf32x3") * decay * (beta * key_size)[:, None]
     above = tl.where(at[:, None] > at[None, :], above, 0.0)
     depth = tl.max(tl.sum(held.to(tl.int32), 1), 0) - 1
-    solved = invert(above, depth, N) * beta[None, :]
+    solved = invert(above, depth, N, SPLIT) * beta[None, :]
     reads = dot(q, tl.trans(k), none, "tf32x3") * decay * query_size[:, None]
     return solved, reads, key_size, query_size, tl.exp(large + small)
 
@@ -149,8 +164,10 @@ def solve_tree(tokens, words, request, head, n, scale, HK: tl.constexpr, HV: tl.
     share = tl.load(beta + token * HV + head, mask=live, other=0.0)
     word = tl.load(words + token, mask=live, other=0)
     held = ((word[:, None] >> at[None, :].to(tl.int64)) & 1) != 0
-    solved, reads, key_size, query_size, gate = solve(queries, keys, gates, share, held, scale, N)
-    mix = dot(reads, solved, tl.zeros([N, N], tl.float32), "tf32x3")
+    solved, reads, key_size, query_size, gate = solve(
+        queries, keys, gates, share, held, scale, N, SPLIT
+    )
+    mix = multiply(reads, solved, SPLIT)
     read = queries.to(tl.float32) * (gate * query_size)[:, None]
     read -= wide_dot(mix * (gate * key_size)[None, :], keys, tl.zeros([N, K], tl.float32), SPLIT)
     return mix, read
@@ -225,7 +242,7 @@ def solve_chunks_kernel(
         gates = tl.load(g + token * HV + head, mask=live, other=0.0)
         share = tl.load(beta + token * HV + head, mask=live, other=0.0)
         held = (at[:, None] >= at[None, :]) & live[:, None]
-        solved, reads, _, _, _ = solve(queries, keys, gates, share, held, scale, N)
+        solved, reads, _, _, _ = solve(queries, keys, gates, share, held, scale, N, SPLIT)
         to = (chunk.to(tl.int64) * HV + head) * N * N + at[:, None] * N + at[None, :]
         apart = tl.num_programs(1).to(tl.int64) * HV * N * N
         store_split(solved_out + to, apart, solved, SPLIT)

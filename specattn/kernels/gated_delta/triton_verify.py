@@ -14,10 +14,16 @@ from specattn.kernels.gated_delta.tiles import (
     read_tile,
     solve_warps,
 )
-from specattn.kernels.gated_delta.triton_commit import fold, load_key, load_token
+from specattn.kernels.gated_delta.triton_commit import (
+    along_rows,
+    fold,
+    load_key,
+    load_rows,
+    load_token,
+)
 from specattn.kernels.gated_delta.triton_solve import dot, solve_nodes_kernel, solve_tree, split
 from specattn.kernels.launch import launch_options, power_of_2
-from specattn.kernels.pdl import enter
+from specattn.kernels.pdl import enter, follow
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +35,10 @@ if TYPE_CHECKING:
 def _load_state(states, rows, request, head, at_v, HV: tl.constexpr, V: tl.constexpr,
                 K: tl.constexpr):  # fmt: skip
     """Load ``[BV, K]`` of a request's head, as it is stored."""
-    base = (tl.load(rows + request) * HV + head) * (V * K)
-    return tl.load(states + base + at_v[:, None] * K + tl.arange(0, K)[None, :])
+    base = (tl.load(rows + request, cache_modifier=".cg") * HV + head) * (V * K)
+    place = at_v[:, None] * K + tl.arange(0, K)[None, :]
+    # past the L1 cache: `FOLLOWS` reads before it waits
+    return tl.load(states + base + place, cache_modifier=".cg")
 
 
 @triton.jit
@@ -67,16 +75,18 @@ def read_states_kernel(
     N: tl.constexpr,
     BV: tl.constexpr,
     SPLIT: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per V block, head, and request.
 
     Tiles of values lie as ``[BV, N]``.
     """
-    enter(PDL)
+    follow(PDL and not FOLLOWS)
     head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     at_v, at = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, N)
     s = _load_state(states, rows, request, head, at_v, HV, V, K)
+    follow(PDL and FOLLOWS)
     place = ((request * n + at) * HV + head)[None, :] * V + at_v[:, None]
     live = (at < n)[None, :]
     values = tl.load(v + place, mask=live, other=0.0)
@@ -109,16 +119,18 @@ def read_trees_kernel(
     N: tl.constexpr,
     BV: tl.constexpr,
     SPLIT: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per V block, head, and request, which solves by itself.
 
     It saves a launch where programs are few: a state arrives while its tree is solved.
     """
-    enter(PDL)
+    follow(PDL and not FOLLOWS)
     head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     at_v, at = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, N)
     s = _load_state(states, rows, request, head, at_v, HV, V, K)
+    follow(PDL and FOLLOWS)
     place = ((request * n + at) * HV + head)[None, :] * V + at_v[:, None]
     live = (at < n)[None, :]
     values = tl.load(v + place, mask=live, other=0.0)
@@ -145,27 +157,37 @@ def read_chain_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per V block and head, and request: the recurrence."""
-    enter(PDL)
+    follow(PDL and not FOLLOWS)
     q, k, v, g, beta = tokens
     block, head = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     request, at_v = tl.program_id(1).to(tl.int64), block * BV + tl.arange(0, BV)
-    s = _load_state(states, rows, request, head, at_v, HV, V, K).to(tl.float32)
+    base = (tl.load(rows + request, cache_modifier=".cg") * HV + head) * (V * K) + block * BV * K
+    s = load_rows(states + base, K, BV)
+    follow(PDL and FOLLOWS)
     for node in range(n):
         at = request * n + node
         key, values, gate, share = load_token((k, v, g, beta), at, head, HK, HV, K, V, at_v)
-        query = load_key(q + (at * HK + head // (HV // HK)) * K, K) * scale
+        query = load_key(q + (at * HK + head // (HV // HK)) * K, K, BV) * scale
         s = fold(s, key, values, gate, share)
-        found = tl.sum(s * query[None, :], 1)
+        found = along_rows(s * query)
         tl.store(out + (at * HV + head) * V + at_v, found.to(out.dtype.element_ty))
         # as a commit leaves it
         s = s.to(states.dtype.element_ty).to(tl.float32)
 
 
 def verify(
-    *, tokens: Tokens, states: Tensor, rows: Tensor, words: Tensor, causal: bool, out: Tensor
+    *,
+    tokens: Tokens,
+    states: Tensor,
+    rows: Tensor,
+    words: Tensor,
+    causal: bool,
+    follows: bool,
+    out: Tensor,
 ) -> Tensor:
     """Launch what reads trees, and write ``out``; see `verify_nodes`."""
     (batch, n), (heads, v_dim), (k_heads, k_dim) = (
@@ -186,6 +208,7 @@ def verify(
             scale,
             V=v_dim,
             BV=tile.values,
+            FOLLOWS=follows,
             num_warps=tile.warps,
             **sizes,
             **options,
@@ -206,6 +229,7 @@ def verify(
             scale,
             V=v_dim,
             BV=tile.values,
+            FOLLOWS=follows,
             num_warps=tile.warps,
             **sizes,
             **options,
@@ -235,6 +259,7 @@ def verify(
         n,
         V=v_dim,
         BV=tile.values,
+        FOLLOWS=follows,
         num_warps=tile.warps,
         **sizes,
         **options,

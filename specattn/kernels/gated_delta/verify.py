@@ -31,6 +31,7 @@ def verify_nodes(
     words: Tensor,
     *,
     causal: bool = False,
+    follows: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return what the delta rule gives after every node of trees.
@@ -47,6 +48,9 @@ def verify_nodes(
         ``[B, n, 1]`` int64 ancestor words, contiguous; a node's parent comes before it.
     causal : bool
         Whether every tree is a chain: short ones are read token by token, as plain decoding does.
+    follows : bool
+        Whether another layer of the same forward was verified before: then states and ``rows`` may
+        be read while the kernel in front still runs. Neither was written since.
     out : Tensor, optional
         ``[B n, HV, V]`` of the model's dtype, contiguous: where to write; if None, a new tensor.
 
@@ -70,7 +74,13 @@ def verify_nodes(
         return out
     if on_triton(out):
         return launch.verify(
-            tokens=tokens, states=states, rows=rows, words=words, causal=causal, out=out
+            tokens=tokens,
+            states=states,
+            rows=rows,
+            words=words,
+            causal=causal,
+            follows=follows,
+            out=out,
         )
     (batch, n), heads = words.shape[:2], tokens.v.shape[1]
 
