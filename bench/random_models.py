@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specattn.config import AttnConfig
-from specattn.models import DFlashHead, Eagle3Head, FusedTarget
+from specattn.models import (
+    DFlashHead,
+    Eagle3Head,
+    FusedTarget,
+    HFTarget,
+    MtpHead,
+)
 from specattn.models.fused.block import Block, GatedFeed, RotaryTable
 from specattn.models.fused.projection import Projection
 from specattn.models.fused.scaled import quantise
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, Qwen3Config
+    from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
     from specattn.speculative.proposers.block import BlockShape
 
@@ -45,6 +53,21 @@ class _Weights:
 
     def ones(self, size: int) -> Tensor:
         return torch.ones(size, dtype=self.dtype, device=self.device)
+
+    def like(self, other: Projection) -> Projection:
+        return self.projection(other.out_features, other.in_features)
+
+    def fill(self, model: nn.Module) -> None:
+        """Draw a module's matrices; a convolution's are rows of its width.
+
+        Gates let states last for some tokens, as trained ones do.
+        """
+        for name, one in model.named_parameters():
+            if name.endswith("dt_bias"):
+                one.fill_(-3)
+            elif one.dim() > 1:
+                std = 1.0 if "embed_tokens" in name else one[0].numel() ** -0.5
+                one.normal_(std=std, generator=self.generator)
 
     def rotary(self, config: LlamaConfig | Qwen3Config, length: int) -> RotaryTable:
         return RotaryTable(LlamaRotaryEmbedding(config).to(self.device), length)
@@ -80,15 +103,21 @@ class _Weights:
 
 
 def random_target(
-    config: LlamaConfig | Qwen3Config,
+    config: LlamaConfig | Qwen3Config | PretrainedConfig,
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
     seed: int = 0,
     quantization: str | None = None,
 ) -> FusedTarget:
-    """Make a target; ``max_position_embeddings`` of the config is the longest context."""
+    """Make a target; ``max_position_embeddings`` of the config is the longest context.
+
+    One with layers of states is a model of transformers, fused; it is drawn where it lies.
+    """
     weights = _Weights(dtype, torch.device(device), seed, quantization)
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        assert quantization is None, "hybrids are not quantised here"
+        return _hybrid(config, weights)
     size, vocab, length = config.hidden_size, config.vocab_size, config.max_position_embeddings
     rotary = weights.rotary(config, length)
     blocks = tuple(weights.block(config, rotary, size) for _ in range(config.num_hidden_layers))
@@ -105,6 +134,14 @@ def random_target(
         max_context_len=length,
         eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
     )
+
+
+@torch.no_grad()
+def _hybrid(config: Any, weights: _Weights) -> FusedTarget:
+    with weights.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=weights.dtype)
+    weights.fill(model)
+    return FusedTarget.from_target(HFTarget.from_model(model))
 
 
 def random_eagle3(
@@ -160,4 +197,36 @@ def random_dflash(
         block=block,
         hidden_norm=blocks[0].input_norm,
         norm=blocks[0].input_norm,
+    )
+
+
+def random_mtp(
+    target: FusedTarget,
+    *,
+    seed: int = 0,
+    quantization: str | None = None,
+    sharper: float = 1.0,
+) -> MtpHead:
+    """Make an MTP layer over a target, of the shape of its first layer that attends.
+
+    It shares both ends of the target. Its logits are ``sharper`` times as far apart as they would
+    be.
+    """
+    weights = _Weights(target.dtype, target.device, seed, quantization)
+    like = next(one for one in target.blocks if isinstance(one, Block))
+    feed = GatedFeed(gate_up=weights.like(like.feed.gate_up), down=weights.like(like.feed.down))
+    block = replace(like, qkv=weights.like(like.qkv), o=weights.like(like.o), feed=feed)
+    block.prepare()
+    size = target.hidden_size
+    return MtpHead(
+        embed_tokens=target.embed_tokens,
+        lm_head=target.lm_head,
+        blocks=(block,),
+        fc=weights.projection(size, 2 * size),
+        features=(len(target.layers),),
+        feature_size=size,
+        embed_norm=weights.ones(size),
+        hidden_norm=weights.ones(size),
+        # the output matrix is the target's, so what sharpens it stands before it
+        norm=weights.ones(size) * sharper,
     )

@@ -6,11 +6,14 @@ tree are compared with float64, and every step is checked to gain what was force
 its tree was not so deep. Plain decoding in one graph runs at the same places.
 
 Drafts are of an EAGLE-3 head, with ``--dflash`` also of one forward per block, in best-first
-trees. With ``--host`` the host hands over trees that it has: a tree of a text proposer hangs below
-a token that the host has read, so no such step is launched ahead, and the round trip tells.
+trees. With ``--mtp`` the model is a hybrid, whose layers attend or have states, and an MTP layer of
+its own kind drafts. With ``--host`` the host hands over trees that it has: a tree of a text
+proposer hangs below a token that the host has read, so no such step is launched ahead, and the
+round trip tells.
 
     python -m bench.step [--models Llama-3.1-8B] [--batch 1,4] [--context 1024] [--out FILE]
     python -m bench.step --dflash
+    python -m bench.step --mtp [--states bfloat16]
     python -m bench.step --host
     python -m bench.step --weights fp8 [--draft-weights fp8]   # quantised, see `FORMATS`
     python -m bench.step --batch 16 --context 16640 --common 16384 [--backend triton_sharing]
@@ -32,7 +35,7 @@ from bench import step_blocks
 from bench.lines import free
 from bench.step_oracle import check
 from bench.step_timing import Stepper, check_advance, launched, timed, traced
-from bench.step_world import HOST, PLAIN, SETTINGS, Setting, World, shapes
+from bench.step_world import HOST, MTP, PLAIN, SETTINGS, Setting, World, shapes
 from bench.suite import roofs
 from bench.suite.blocks import DRAFTING
 from bench.suite.machine import machine
@@ -64,6 +67,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "fits": 64 * 1024,
         "out": RESULTS / "step_dflash.json",
     },
+    "mtp": {
+        "models": "Qwen3.5-9B",
+        "batch": "1,16",
+        "context": "4096",
+        "fits": 16 * 32768,
+        "out": RESULTS / "step_mtp.json",
+    },
     "host": {
         "models": "Llama-3.1-8B",
         "batch": "1,16",
@@ -76,7 +86,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def settings_of(options: argparse.Namespace) -> list[Setting]:
     """Return what is measured, plain decoding first."""
-    found = {"dflash": step_blocks.SETTINGS, "host": HOST}.get(options.drafts, SETTINGS)
+    others = {"dflash": step_blocks.SETTINGS, "mtp": MTP, "host": HOST}
+    found = others.get(options.drafts, SETTINGS)
     return [PLAIN, *(setting for setting in found if options.settings in setting.name)]
 
 
@@ -192,7 +203,7 @@ def compile_share(options: argparse.Namespace, world: Callable[..., World]) -> N
     # a kernel is compiled for strides' divisibility, so widths stay and only the depth is cut; a
     # block's head reads as many states of the target as if it were whole
     layers = 8 if options.drafts == "dflash" else 4
-    found = shapes(max(rooms(options.places)) + 128, layers=layers)
+    found = shapes(max(rooms(options.places)) + 128, layers, options.states)
     batches = sorted({batch for batch, _, _ in options.places})
     jobs = [
         (name, setting, batch)
@@ -214,7 +225,7 @@ def compile_share(options: argparse.Namespace, world: Callable[..., World]) -> N
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for kind in ("dflash", "host"):
+    for kind in ("dflash", "mtp", "host"):
         parser.add_argument(
             f"--{kind}", dest="drafts", action="store_const", const=kind, default="eagle3"
         )
@@ -226,6 +237,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="triton")
     for name in ("--weights", "--draft-weights"):
         parser.add_argument(name, choices=tuple(FORMATS))
+    parser.add_argument("--states", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--length", type=int, default=4, help="tokens to gain per step, at most")
     parser.add_argument("--no-trace", dest="trace", action="store_false")
@@ -234,9 +246,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.set_defaults(**KINDS[parser.parse_args().drafts])
     options = parser.parse_args()
-    if options.drafts == "dflash" and (options.weights or options.draft_weights):
-        parser.error("--weights: blocks have no quantised models here")
-    known = shapes(1)
+    if options.drafts in ("dflash", "mtp") and (options.weights or options.draft_weights):
+        parser.error("--weights: blocks and hybrids have no quantised models here")
+    own = options.drafts == "mtp"
+    known = [name for name, shape in shapes(1).items() if (shape.draft is None) == own]
     for name in options.models.split(","):
         if name not in known:
             parser.error(f"--models: {name!r} is none of {', '.join(known)}")
@@ -261,12 +274,13 @@ def main() -> None:
         "rounds": options.rounds,
         "model": options.models,
         "weights": [options.weights, options.draft_weights],
+        "states": options.states,
         "roofs": roofs.measure(options.rounds),
         "cells": [],
     }
     free()
     lens = rooms(options.places)
-    known = shapes(max(lens) + 256)
+    known = shapes(max(lens) + 256, None, options.states)
     models = {name: known[name] for name in options.models.split(",")}
 
     def make(shape: Shape) -> World:

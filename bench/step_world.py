@@ -2,6 +2,7 @@
 
 What a step costs does not depend on what the numbers are, but for the tree's depth (so the draft's
 distribution is made as peaked as a trained one's) and for how much is accepted (so that is forced).
+Of layers with states, these are random, too, and go on from step to step: lengths alone go back.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.random_models import random_eagle3, random_target
+from bench.random_models import random_eagle3, random_mtp, random_target
 from bench.step_forced import Forced
+from specattn.cache.hybrid_pool import HybridPool
 from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
+from specattn.models import MtpHead
+from specattn.models.fused.delta import DeltaBlock
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.proposers.host import HostProposer, HostTree
 from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
@@ -27,7 +31,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from specattn.cache.kv_pool import KVPool
+    from specattn.cache.memory import Memory
     from specattn.cache.slot_table import SlotTable
+    from specattn.models import FusedTarget
+    from specattn.models.eagle import DraftHead
     from specattn.models.fused.block import FusedModel
     from specattn.speculative.model import DraftModel, TargetModel
     from specattn.speculative.proposers.host import HostRequest
@@ -39,21 +46,47 @@ SHARPER = 32.0
 ROOM = 80
 # the distribution of the tokens that the requests propose first
 FIRST, NEXT = 0.6, 0.3
+# Qwen3.5-9B: of four layers three have states
+HYBRID: dict[str, Any] = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+    },
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": False,
+}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model by its name, and the configurations that make it and its EAGLE-3 head."""
+    """A model by its name, and the configurations that make it and its EAGLE-3 head.
+
+    Without one for a head, an MTP layer of the model's own kind drafts.
+    """
 
     name: str
     target: PretrainedConfig
-    draft: PretrainedConfig
+    draft: PretrainedConfig | None
     draft_vocab: int = DRAFT_VOCAB
 
 
-def shapes(longest: int, layers: int | None = None) -> dict[str, Shape]:
-    """Return the two models of 8B; ``layers`` cuts them short, to compile only."""
-    from transformers import LlamaConfig, Qwen3Config
+def shapes(longest: int, layers: int | None = None, states: str = "float32") -> dict[str, Shape]:
+    """Return the models of 8B and 9B; ``layers`` cuts them short, to compile only.
+
+    ``states`` is the dtype that a checkpoint with states names.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, Qwen3Config
 
     sizes: dict[str, Any] = {
         "hidden_size": 4096,
@@ -64,7 +97,7 @@ def shapes(longest: int, layers: int | None = None) -> dict[str, Shape]:
     }
     llama = sizes | {"vocab_size": 128256, "intermediate_size": 14336, "rope_theta": 500000.0}
     qwen = sizes | {"vocab_size": 151936, "intermediate_size": 12288, "rope_theta": 1000000.0}
-    return {
+    found = {
         "Llama-3.1-8B": Shape(
             "Llama-3.1-8B",
             LlamaConfig(**llama, num_hidden_layers=layers or 32),
@@ -76,6 +109,11 @@ def shapes(longest: int, layers: int | None = None) -> dict[str, Shape]:
             LlamaConfig(**qwen, num_hidden_layers=1),
         ),
     }
+    if "qwen3_5_text" in CONFIG_MAPPING:  # not every release has it
+        hybrid = HYBRID | {"max_position_embeddings": longest, "mamba_ssm_dtype": states}
+        config = AutoConfig.for_model("qwen3_5_text", **hybrid, num_hidden_layers=layers or 32)
+        found["Qwen3.5-9B"] = Shape("Qwen3.5-9B", config, None)
+    return found
 
 
 @dataclass(frozen=True)
@@ -87,8 +125,8 @@ class Setting:
     topk, steps, nodes : int
         Branches, depth, and nodes with the root; (1, 0, 1) is plain decoding.
     draft : str
-        ``eagle3``, ``dflash`` for best-first trees over a block, or ``host`` for trees that are
-        handed over, every node with two children.
+        ``eagle3`` for the world's own head, an MTP layer too, ``dflash`` for best-first trees over
+        a block, or ``host`` for trees that are handed over, every node with two children.
     ranks : int
         Tokens of every place of a block.
     """
@@ -127,6 +165,7 @@ class Setting:
 
 PLAIN = Setting(1, 0, 1)
 SETTINGS = (Setting(1, 3, 4), Setting(1, 5, 6), Setting(4, 5, 16), Setting(8, 7, 64))
+MTP = (Setting(1, 3, 4), Setting(3, 3, 8))
 HOST = (Setting(2, 7, 16, "host"), Setting(8, 7, 64, "host"))
 
 
@@ -170,9 +209,7 @@ class World:
         self.device, self.rooms, self.backend = device, list(rooms), backend
         torch.manual_seed(0)
         target = random_target(shape.target, dtype=dtype, device=device, quantization=weights)
-        draft = random_eagle3(
-            shape.draft, target, shape.draft_vocab, quantization=draft_weights, sharper=SHARPER
-        )
+        draft, self.lowest = _head(shape, target, draft_weights)
         lens = [longest + room for longest in rooms]
         slots, self.longest = sum(lens) + 1, max(lens)
         features = target.with_features(draft.features)
@@ -186,13 +223,12 @@ class World:
         self.draft: ModelSlot[DraftModel]
         self.target, self.draft = setup.slots
         for slot in setup.slots:
-            for data in (*slot.pool.k, *slot.pool.v):
-                data.normal_()
+            for kept in slot.tensors().values():
+                for data in kept:
+                    data.normal_()
         # plain decoding returns no features
         self.plain: ModelSlot[TargetModel] = ModelSlot.of(target, self.target.pool, backend)
         self.model, self.head = target, draft
-        # from here on there are only tokens that no draft proposes
-        self.lowest = draft.vocab_size
         self._recorder = Recorder()
 
     def _shuffle(self, slots: int) -> None:
@@ -246,7 +282,7 @@ class World:
     def put(self, decoder: StepDecoder, rows: list[int], context: int) -> None:
         """Leave on rows what prompts of ``context`` tokens would, but for their KV."""
         count, topk = len(rows), decoder.config.topk
-        vocab = self.head.vocab_size
+        vocab = min(self.head.vocab_size, self.lowest)
         state: dict[str, torch.Tensor] = {}
         if decoder.states.drafting:
             first = torch.rand(count, vocab, device=self.device).topk(topk, dim=1).indices
@@ -270,18 +306,27 @@ class World:
         """Return the bytes a step cannot do without, by what they are.
 
         Every weight once per forward that reads it, and every layer's keys and values of the
-        context once per forward.
+        context once per forward. States and windows once before anything is accepted and once
+        after that, and written; in plain decoding read once. What nodes leave for the commit is
+        written, and read along the path.
         """
         tokens = batch * context
         found = {
             "target weights": matrix_bytes(self.model),
             "target KV": cached_bytes(self.target.pool, tokens),
         }
+        if by_row := self.target.by_row().values():
+            passes = 3 if setting.steps else 2
+            found["states"] = passes * batch * sum(one[:, 0].nbytes for one in by_row)
+            if setting.steps:
+                moved = setting.nodes + setting.steps + 1
+                found["nodes"] = self._nodes_bytes() * batch * moved
         if setting.steps and setting.draft != "host":
             assert self.head.fc is not None
-            # the drafts after the first token, and the extend, which alone mixes features
-            forwards = setting.steps
-            found["draft weights"] = forwards * matrix_bytes(self.head) + self.head.fc.nbytes
+            # the drafts after the first token, and the extend
+            forwards, mixes = setting.steps, self._mixing(setting)
+            found["draft weights"] = forwards * matrix_bytes(self.head)
+            found["draft weights"] += mixes * self.head.fc.nbytes
             found["draft KV"] = forwards * cached_bytes(self.draft.pool, tokens)
         return found
 
@@ -293,14 +338,43 @@ class World:
         assert self.head.fc is not None
         # the extend asks for logits of one row only
         path, logits = setting.steps + 1, self.head.lm_head.weight.numel()
-        drafted = (setting.steps - 1) * setting.topk * head
-        extend = path * (head - logits + self.head.fc.weight.numel()) + logits
+        fc, mixes = self.head.fc.weight.numel(), self._mixing(setting)
+        drafted = setting.topk * ((setting.steps - 1) * head + (mixes - 1) * fc)
+        extend = path * (head - logits + fc) + logits
         return 2 * batch * (setting.nodes * target + drafted + extend)
 
+    def _mixing(self, setting: Setting) -> int:
+        """Return how many forwards mix what the head reads: EAGLE-3's extend alone."""
+        return setting.steps if isinstance(self.head, MtpHead) else 1
 
-def cached_bytes(pool: KVPool, tokens: int) -> int:
+    def _nodes_bytes(self) -> int:
+        """Return what a node leaves for the commit, in bytes."""
+        one = self.target.nodes(1, 1)
+        return 0 if one is None else one.size
+
+
+def _head(shape: Shape, target: FusedTarget, weights: str | None) -> tuple[DraftHead, int]:
+    """Make a draft, and return from where on there are only tokens that it never proposes."""
+    if shape.draft is None:
+        # a token of logit 0 is never among the best
+        lowest = target.vocab_size - 1
+        target.lm_head.weight[lowest].zero_()
+        return random_mtp(target, quantization=weights, sharper=SHARPER), lowest
+    head = random_eagle3(
+        shape.draft, target, shape.draft_vocab, quantization=weights, sharper=SHARPER
+    )
+    return head, head.vocab_size
+
+
+def attending(pool: Memory) -> KVPool:
+    """Return the keys and values of a pool."""
+    return pool.kv if isinstance(pool, HybridPool) else pool
+
+
+def cached_bytes(pool: Memory, tokens: int) -> int:
     """Return the bytes of all layers' keys and values of so many tokens."""
-    return tokens * (pool.k[:, 0].nbytes + pool.v[:, 0].nbytes)
+    kv = attending(pool)
+    return tokens * (kv.k[:, 0].nbytes + kv.v[:, 0].nbytes)
 
 
 def matrix_bytes(model: FusedModel) -> int:
@@ -317,5 +391,7 @@ def _matrices(model: FusedModel) -> list[Any]:
     found = [model.lm_head]
     for block in model.blocks:
         feed: Any = block.feed
-        found += [block.qkv, block.o, feed.gate_up, feed.down]
+        states = isinstance(block, DeltaBlock)
+        found += [*block.mixed, block.out] if states else [block.qkv, block.o]
+        found += [feed.gate_up, feed.down]
     return found

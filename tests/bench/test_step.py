@@ -7,15 +7,16 @@ import os
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, Qwen3Config
 
 from bench import step, step_timing
 from bench.random_models import random_target
 from bench.step_forced import Watched, launch, twin
-from bench.step_world import PLAIN, Setting, Shape, World
+from bench.step_world import PLAIN, Setting, Shape, World, shapes
 from bench.suite import steps as report
 from bench.suite.results import write
 from specattn.batch import DraftTree
+from specattn.cache.state_pool import StatePool
 
 CPU = torch.device("cpu")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,10 +37,22 @@ def tiny(kind=LlamaConfig) -> Shape:
 
 
 def world(kind=LlamaConfig) -> World:
-    return World(tiny(kind), [40, 40, 23], CPU, torch.float32, "torch_native")
+    shape = kind() if kind is hybrid else tiny(kind)
+    return World(shape, [40, 40, 23], CPU, torch.float32, "torch_native")
 
 
-@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def hybrid(states="float32") -> Shape:
+    """Two layers that attend, and two with states."""
+    if "qwen3_5_text" not in CONFIG_MAPPING:
+        pytest.skip("this release of transformers has no qwen3_5_text")
+    sizes = SIZES | {"head_dim": 32, "num_hidden_layers": 4, "mamba_ssm_dtype": states}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
+    layers = ["linear_attention", "full_attention"] * 2
+    return Shape("tiny", AutoConfig.for_model("qwen3_5_text", layer_types=layers, **sizes), None)
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config, hybrid])
 def test_logits_over_a_tree_are_those_of_float64(kind):
     run = world(kind)
     for setting, length in ((PLAIN, 1), (Setting(1, 2, 3), 3), (Setting(2, 3, 5), 2)):
@@ -75,6 +88,47 @@ def test_logits_of_another_model_are_noticed():
     run.model = random_target(LlamaConfig(**SIZES), dtype=torch.float32, device=CPU, seed=1)
     with pytest.raises(AssertionError, match="chain 1-2-3: logits are off by"):
         step.check(run, Setting(1, 2, 3), 2)
+
+
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+def test_states_are_of_the_dtype_that_the_checkpoint_says(states):
+    run = World(hybrid(states), [40, 23], CPU, torch.float32, "torch_native")
+    kept = run.target.by_row()["states"]
+    assert str(kept.dtype) == f"torch.{states}"
+    assert float(kept.float().std()) == pytest.approx(1, abs=0.1), "requests are in mid-decode"
+    # a state in bfloat16 rounds what it adds, and nothing of it is in these logits
+    assert step.check(run, Setting(2, 3, 5), 3) < 1e-5
+
+
+@pytest.mark.parametrize("what", ["states", "windows"])
+def test_commits_of_something_else_are_noticed(monkeypatch, what):
+    run, setting, commit = world(hybrid), Setting(2, 3, 5), StatePool.commit
+
+    def wrong(pool, nodes, accept_index, rows):
+        if what == "states":
+            accept_index = accept_index[:, :1].contiguous()
+        commit(pool, nodes, accept_index, rows)
+        if what == "windows":
+            pool.windows[:, rows] = pool.windows[:, rows].flip(-1)
+
+    monkeypatch.setattr(StatePool, "commit", wrong)
+    with pytest.raises(AssertionError, match=f"{what} of layer 0 are off by"):
+        step.check(run, setting, 3)
+
+
+def test_steps_of_a_hybrid_gain_what_is_forced_and_are_one_graph():
+    run = world(hybrid)
+    accept = run.forced(1)
+    decoder = run.decoder(Setting(3, 3, 8), [1, 3], accept)
+    one = step.Stepper(decoder, run.admit(decoder, 3, 20), accept)
+    for length in (1, 4, 3):
+        one.force(length)
+        step.check_advance(one)
+    one.check()
+    assert one.short == [0, 0, 0]
+    # the last token is one that no draft proposes
+    assert [int(decoder.states.bonus_tokens[row]) for row in one.rows] == [96] * 3
+    assert all(bool(kept.isfinite().all()) for kept in run.target.by_row().values())
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +235,51 @@ def test_bytes_are_counted_once_per_forward():
     )
 
 
+def test_states_and_nodes_are_counted_among_the_bytes():
+    run, size, logits = world(hybrid), 4, 97 * 32
+    # queries and gates, keys and values of heads of 32
+    attends = (2 * 128 + 2 * 64) * 32 + 32 * 128
+    channels = 2 * 2 * 16 + 4 * 32
+    mixes = (channels + 4 * 32 + 2 * 4) * 32 + 32 * 4 * 32
+    feed, kv, fc = 3 * 32 * 48, 2 * 2 * 32, 2 * 32 * 32
+    target, head = 2 * (attends + mixes + 2 * feed) + logits, attends + feed + logits
+    held = 2 * (4 * 32 * 16 + channels * 3)
+    node = 2 * (channels + 2 * 16 + 4 * 32 + 2 * 4)
+    assert run.read_bytes(PLAIN, 3, 20) == {
+        "target weights": target * size,
+        "target KV": 2 * 3 * 20 * kv * size,
+        "states": 2 * 3 * held * size,
+    }
+    assert run.read_bytes(Setting(3, 3, 8), 3, 20) == {
+        "target weights": target * size,
+        "target KV": 2 * 3 * 20 * kv * size,
+        "states": 3 * 3 * held * size,
+        "nodes": (8 + 4) * 3 * node * size,
+        "draft weights": 3 * (head + fc) * size,
+        "draft KV": 3 * 3 * 20 * kv * size,
+    }
+    assert run.operations(PLAIN, 3) == 2 * 3 * target
+    assert run.operations(Setting(3, 3, 8), 5) == 2 * 5 * (
+        8 * target + 2 * 3 * (head + fc) + 4 * (head - logits + fc) + logits
+    )
+
+
+def test_the_hybrid_is_the_published_one():
+    hybrid()
+    config = shapes(4096)["Qwen3.5-9B"].target
+    assert config.layer_types.count("linear_attention") == 24
+    assert config.layer_types.count("full_attention") == 8
+    assert config.max_position_embeddings == 4096
+    assert config.layer_types[3::4] == ["full_attention"] * 8
+    short = shapes(64, 4, "bfloat16")["Qwen3.5-9B"].target
+    assert len(short.layer_types) == 4
+    assert short.mamba_ssm_dtype == "bfloat16"
+
+
 KINDS = {
     "eagle3": [PLAIN, Setting(2, 2, 7)],
     "dflash": [PLAIN, Setting(1, 3, 4), Setting(1, 5, 9, "dflash", 3)],
+    "mtp": [PLAIN, Setting(1, 3, 4), Setting(3, 3, 8)],
     "host": [PLAIN, Setting(2, 3, 8, "host")],
 }
 
@@ -195,11 +291,12 @@ def test_a_whole_run_leaves_a_record(monkeypatch, tmp_path, kind):
     owner, name, made = {
         "eagle3": (step, "SETTINGS", World),
         "dflash": (step.step_blocks, "SETTINGS", step.step_blocks.BlockWorld),
+        "mtp": (step, "MTP", World),
         "host": (step, "HOST", World),
     }[kind]
     left_out = [Setting(1, 3, 4)] if kind == "eagle3" else []
     monkeypatch.setattr(owner, name, (*left_out, *settings[1:]))
-    shape = tiny()
+    shape = hybrid() if kind == "mtp" else tiny()
     monkeypatch.setattr(
         step if kind != "dflash" else step.step_blocks,
         made.__name__,
@@ -342,6 +439,19 @@ def test_the_report_says_what_the_record_says(tmp_path):
     assert "| 64 x 4k | 9.00, 1.20x * | - | - |" in text
     assert "| 250 | 975 | 3.90x |" in report.gains(report.read(tmp_path))
     assert "975" not in text, "the page shows the shortest and the longest context"
+
+
+def test_a_hybrid_has_no_eagle_head_here(monkeypatch, capsys):
+    hybrid()
+    for flags, name, known in (
+        ([], "Qwen3.5-9B", "Llama-3.1-8B, Qwen3-8B"),
+        (["--mtp"], "Qwen3-8B", "Qwen3.5-9B"),
+    ):
+        monkeypatch.setattr("sys.argv", ["bench.step", *flags, "--models", name])
+        with pytest.raises(SystemExit):
+            step.main()
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.endswith(f"error: --models: {name!r} is none of {known}")
 
 
 @pytest.mark.parametrize("more", [[], ["--compile", "0/1"]])
