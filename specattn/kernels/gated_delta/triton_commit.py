@@ -7,7 +7,6 @@ import triton.language as tl
 
 from specattn.kernels.pdl import enter
 
-
 # A state tile is [G, BV, E]: of each of BV rows K = G E elements, which few lanes hold. So a row is
 # added up in registers, and by two or three exchanges of lanes. It is loaded as [G BV, E], of which
 # Triton gives neighbouring rows to neighbouring lanes.

@@ -23,7 +23,7 @@ from specattn.kernels.gated_delta.triton_commit import (
 )
 from specattn.kernels.gated_delta.triton_solve import dot, solve_nodes_kernel, solve_tree, split
 from specattn.kernels.launch import launch_options, power_of_2
-from specattn.kernels.pdl import enter, follow
+from specattn.kernels.pdl import follow
 
 if TYPE_CHECKING:
     from torch import Tensor
