@@ -45,9 +45,7 @@ DEPTH = 7
 MOST_ERROR, MOST_STATE_ERROR = 2e-2, 2e-5
 #: What may be chosen otherwise: tiles of (values, warps, whether they solve), warps, limits.
 SWEEP: dict[str, list[Any]] = {
-    "commit_tile": [
-        tiles.Tile(v, w) for v, w in ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8))
-    ],
+    "commit_tile": [tiles.Tile(v, w) for v, w in itertools.product((8, 16, 32, 64), (1, 2, 4))],
     "read_tile": [
         tiles.Tile(v, w, solves)
         for v, w, solves in itertools.product((16, 32, 64, 128), (4, 8), (False, True))
@@ -86,10 +84,9 @@ class World:
     words: Tensor
     path: Tensor
     trees: list[list[int]]
-    causal: bool
 
     @classmethod
-    def of(cls, model: str, batch: int, n: int, *, causal: bool, device: str) -> World:
+    def of(cls, model: str, batch: int, n: int, *, chain: bool, device: str) -> World:
         """Draw one; numbers are as models have them."""
         layers, hk, hv, dim = MODELS[model]
         torch.manual_seed(0)
@@ -102,7 +99,7 @@ class World:
         gates = -size * softplus(draw(hv) - 3), torch.sigmoid(draw(hv))
         channels = (2 * hk + hv) * dim
         nodes = Nodes(draw(channels).bfloat16(), k, v, *gates)
-        trees = [draft_tree(n, chain=causal, seed=seed) for seed in range(batch)]
+        trees = [draft_tree(n, chain=chain, seed=seed) for seed in range(batch)]
         paths = [max((path_to(tree, at) for at in range(n)), key=len) for tree in trees]
         path = torch.full((batch, max(map(len, paths))), -1, dtype=torch.int32)
         for at, found in enumerate(paths):
@@ -113,7 +110,7 @@ class World:
         windows = torch.randn(layers, batch + 1, channels, 3, device=device).bfloat16()
         rows = torch.arange(1, batch + 1, device=device)
         moved = words[..., None].to(device), path.to(device)
-        return cls(states, windows, q, nodes, rows, *moved, trees, causal)
+        return cls(states, windows, q, nodes, rows, *moved, trees)
 
     def tokens(self, layer: int) -> Tokens:
         found, nodes = [self.queries], self.nodes
@@ -127,7 +124,6 @@ class World:
                 states,
                 self.rows,
                 self.words,
-                causal=self.causal,
                 follows=layer > 0,
             )
 
@@ -185,7 +181,7 @@ def errors(world: World) -> dict[str, float]:
     last = len(world.rows) - 1
     before = world.states.clone(), world.windows.clone()
     found = verify_nodes(
-        world.tokens(layer), world.states[layer], world.rows, world.words, causal=world.causal
+        world.tokens(layer), world.states[layer], world.rows, world.words
     ).unflatten(0, (-1, n))
     (first, state), (other, _) = exact(world, layer, 0), exact(world, layer, last)
     world.commit()
@@ -206,8 +202,8 @@ def errors(world: World) -> dict[str, float]:
 def measured(model: str, batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Compare and time all shapes for so many requests."""
     device, cells = "cuda" if torch.cuda.is_available() else "cpu", []
-    for name, causal, n in SHAPES:
-        world = World.of(model, batch, n, causal=causal, device=device)
+    for name, chain, n in SHAPES:
+        world = World.of(model, batch, n, chain=chain, device=device)
         off = errors(world)
         assert off["out"] < MOST_ERROR, (model, batch, name, n, off)
         assert off["state"] < MOST_STATE_ERROR, (model, batch, name, n, off)
@@ -241,7 +237,7 @@ def sweep(world: World, rounds: int) -> None:
         for choice in choices:
             if isinstance(choice, tuple) and choice[0] > v_dim:
                 continue
-            call = world.commit if name == "commit_tile" and not world.causal else world.verify
+            call = world.commit if name == "commit_tile" else world.verify
             with ExitStack() as stack:
                 for module in ("commit", "triton_verify"):
                     place = f"specattn.kernels.gated_delta.{module}.{name}"

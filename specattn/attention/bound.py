@@ -263,7 +263,6 @@ class BoundLayers(CompositeAttention):
             rows=plan.req_pool_indices,
             words=plan.tail_words,
             nodes=self.nodes,
-            causal=plan.layout.causal,
             follows=follows,
         )
 

@@ -110,7 +110,6 @@ class StatePool(ReadOnly):
         rows: Tensor,
         words: Tensor,
         nodes: Nodes,
-        causal: bool = False,
         follows: bool = False,
     ) -> Tensor:
         """Return what a layer gives after every node; no state changes.
@@ -126,7 +125,7 @@ class StatePool(ReadOnly):
             ``tail_words``.
         nodes : Nodes
             Those of B requests, of which the layer's part is written.
-        causal, follows : bool
+        follows : bool
             As in `specattn.kernels.gated_delta.verify_nodes`.
 
         Returns
@@ -141,7 +140,7 @@ class StatePool(ReadOnly):
         """
         inputs, tokens = nodes.layer(layer)
         convolve_nodes(parts, weights, self.windows[layer], rows, words, inputs=inputs, out=tokens)
-        return verify_nodes(tokens, self.states[layer], rows, words, causal=causal, follows=follows)
+        return verify_nodes(tokens, self.states[layer], rows, words, follows=follows)
 
     def read(
         self,

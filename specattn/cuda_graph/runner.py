@@ -184,6 +184,8 @@ class GraphRunner(Generic[Key]):
         Gives what surrounds the capture of a bucket, its warm-up included: it is left when the
         capture fails, too. A stream that it makes the current one waits for the caller's, and the
         caller's for it.
+    probes : sequence of int
+        Buckets that `compile` looks at besides the largest, for they have kernels of their own.
 
     Raises
     ------
@@ -209,8 +211,9 @@ class GraphRunner(Generic[Key]):
         recorder: Recorder | None = None,
         before: Callable[[], None] | None = None,
         capturing: Callable[[], AbstractContextManager[object]] = nullcontext,
+        probes: Sequence[int] = (),
     ) -> None:
-        self.buckets = _checked(buckets)
+        self.buckets, self._probes = _checked(buckets), probes
         check_current(device)
         self.stats: GraphStats[Key] = GraphStats()
         self._make, self._before, self._capturing = make, before, capturing
@@ -249,7 +252,7 @@ class GraphRunner(Generic[Key]):
         """Compile what modes launch, side by side, before they are captured.
 
         Captures would compile one kernel after another. Here every bucket runs on padding, and
-        launches no kernel of this library (`compile_ahead`). If the largest and the smallest find
+        launches no kernel of this library (`compile_ahead`). If the largest and the ``probes`` find
         all they need in Triton's cache, the others are left out, until a capture lacks a kernel.
         What fails is left to the captures.
         """
@@ -259,9 +262,8 @@ class GraphRunner(Generic[Key]):
             self._before()
         self._unseen = [(mode, at) for mode in modes for at in reversed(self.buckets)]
         largest = self._unseen.pop(0)
-        # few rows have kernels of their own
-        ends = [largest, (modes[0], self.buckets[0])]
-        if self._compile(ends, padded=False) or _ranks() > 1:
+        first = [largest, *((modes[0], at) for at in self._probes)]
+        if self._compile(first, padded=False) or _ranks() > 1:
             self._compile_unseen()
 
     def _compile_unseen(self) -> None:

@@ -26,7 +26,7 @@ def enter(PDL: tl.constexpr):
 
 @triton.jit
 def follow(PDL: tl.constexpr):
-    """If ``PDL``, wait for all earlier kernels, then let the next one start.
+    """If ``PDL``, wait for earlier kernels, then start the next one.
 
     So what is launched later starts when the kernel before this one is complete, and may read what
     that one and those before it wrote.

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-#: Nodes of a chain up to which it is read token by token.
-CHAIN = 4
 #: Value heads of all requests up to which a program that reads a state solves its tree, too: it
 #: does so once per block of values, while the state arrives.
 FEW = 256
@@ -33,10 +31,9 @@ def parts_of(dtype: torch.dtype) -> int:
 
 
 def commit_tile(v_dim: int) -> Tile:
-    """Return the tile of a commit, and of a short chain."""
-    # a warp holds eight rows of a state
-    values = min(v_dim, 32)
-    return Tile(values, max(values // 8, 1))
+    """Return the tile of a commit, and of plain decoding."""
+    # one warp adds up its rows without waiting for others
+    return Tile(min(v_dim, 16), 1)
 
 
 def read_tile(v_dim: int, nodes: int, heads: int, dtype: torch.dtype) -> Tile:

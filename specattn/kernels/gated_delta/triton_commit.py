@@ -7,59 +7,20 @@ import triton.language as tl
 
 from specattn.kernels.pdl import enter
 
-# A state tile is [G, BV, E]: of each of BV rows K = G E elements, which few lanes hold. So a row is
-# added up in registers, and by two or three exchanges of lanes. It is loaded as [G BV, E], of which
-# Triton gives neighbouring rows to neighbouring lanes.
-_RUN = tl.constexpr(32)
-
 
 @triton.jit
-def _places(K: tl.constexpr, BV: tl.constexpr, STRIDE: tl.constexpr):
-    """Return where elements of a tile lie, ``[G BV, E]``, of rows ``STRIDE`` apart."""
-    run: tl.constexpr = min(K, _RUN)
-    row = tl.arange(0, K // run * BV)[:, None]
-    return (row % BV) * STRIDE + (row // BV) * run + tl.arange(0, run)[None, :]
-
-
-@triton.jit
-def _tile(x, BV: tl.constexpr):
-    """Return a loaded tile as ``[G, BV, E]`` float32."""
-    return tl.reshape(x, [x.shape[0] // BV, BV, x.shape[1]]).to(tl.float32)
-
-
-@triton.jit
-def load_rows(base, K: tl.constexpr, BV: tl.constexpr):
-    """Load a tile of a state, past the L1 cache."""
-    return _tile(tl.load(base + _places(K, BV, K), cache_modifier=".cg"), BV)
-
-
-@triton.jit
-def store_rows(base, s, K: tl.constexpr, BV: tl.constexpr):
-    """Store a tile of a state."""
-    s = tl.reshape(s, [s.shape[0] * BV, s.shape[2]])
-    tl.store(base + _places(K, BV, K), s.to(base.dtype.element_ty))
-
-
-@triton.jit
-def along_rows(x):
-    """Add up rows of a tile: ``[BV]``."""
-    return tl.sum(tl.sum(x, 0), 1)
-
-
-@triton.jit
-def load_key(base, K: tl.constexpr, BV: tl.constexpr):
-    """Return a key or query of a token, normalised, for each row of a state tile."""
-    # a lane loads what its elements meet: nothing is exchanged
-    x = _tile(tl.load(base + _places(K, BV, 0)), BV)
-    return x * tl.rsqrt(along_rows(x * x) + 1e-6)[None, :, None]
+def load_key(base, K: tl.constexpr):
+    """Return a key or query of a token, normalised: ``[K]`` float32."""
+    x = tl.load(base + tl.arange(0, K)).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
 
 
 @triton.jit
 def fold(s, k, v, g, beta):
-    """Return a state tile after one token: the recurrence."""
+    """Return a state tile ``[BV, K]`` after one token: the recurrence."""
     s = s * tl.exp(g)
-    delta = (v - along_rows(s * k)) * beta
-    return s + delta[None, :, None] * k
+    delta = (v - tl.sum(s * k[None, :], 1)) * beta
+    return s + delta[:, None] * k[None, :]
 
 
 @triton.jit
@@ -67,7 +28,7 @@ def load_token(nodes, at, head, HK: tl.constexpr, HV: tl.constexpr, K: tl.conste
                V: tl.constexpr, at_v):  # fmt: skip
     """Return a head's key, values, gate and beta of a token."""
     k, v, g, beta = nodes
-    key = load_key(k + (at * HK + head // (HV // HK)) * K, K, at_v.shape[0])
+    key = load_key(k + (at * HK + head // (HV // HK)) * K, K)
     values = tl.load(v + (at * HV + head) * V + at_v).to(tl.float32)
     return key, values, tl.load(g + at * HV + head), tl.load(beta + at * HV + head)
 
@@ -114,9 +75,10 @@ def commit_states_kernel(
     path = accept_index + request * width
     length = path_length(path, n, width)
     if (row > 0) & (length > 0):
-        at_v = block * BV + tl.arange(0, BV)
-        base = states + ((layer * state_rows + row) * HV + head) * (V * K) + block * BV * K
-        s = load_rows(base, K, BV)
+        at_v, at_k = block * BV + tl.arange(0, BV), tl.arange(0, K)
+        base = ((layer * state_rows + row) * HV + head) * (V * K)
+        tile = states + base + at_v[:, None] * K + at_k[None, :]
+        s = tl.load(tile).to(tl.float32)
         at = layer * stride_layer + request * n + tl.load(path)
         key, values, g, beta = load_token(nodes, at, head, HK, HV, K, V, at_v)
         for rank in range(length):
@@ -130,7 +92,7 @@ def commit_states_kernel(
             # as it is stored, so that any number of nodes gives the same bits
             s = fold(s, key, values, g, beta).to(states.dtype.element_ty).to(tl.float32)
             key, values, g, beta = after
-        store_rows(base, s, K, BV)
+        tl.store(tile, s.to(states.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["n", "width", "stride_layer", "window_rows"])

@@ -64,7 +64,7 @@ def wide_dot(a, b, total, SPLIT: tl.constexpr):
 
 @triton.jit
 def multiply(a, b, SPLIT: tl.constexpr):
-    """Return ``a b`` of float32 tiles, of as many bits as states are read by."""
+    """Multiply float32 tiles, by as many bits as states are read."""
     none = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
     if SPLIT == 1:
         total = dot(a, b, none, "tf32x3")

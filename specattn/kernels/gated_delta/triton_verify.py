@@ -8,19 +8,12 @@ import triton
 import triton.language as tl
 
 from specattn.kernels.gated_delta.tiles import (
-    CHAIN,
     commit_tile,
     parts_of,
     read_tile,
     solve_warps,
 )
-from specattn.kernels.gated_delta.triton_commit import (
-    along_rows,
-    fold,
-    load_key,
-    load_rows,
-    load_token,
-)
+from specattn.kernels.gated_delta.triton_commit import fold, load_key, load_token
 from specattn.kernels.gated_delta.triton_solve import dot, solve_nodes_kernel, solve_tree, split
 from specattn.kernels.launch import launch_options, power_of_2
 from specattn.kernels.pdl import follow
@@ -144,13 +137,12 @@ def read_trees_kernel(
     tl.store(out + place, found.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["n"])
-def read_chain_kernel(
+@triton.jit
+def read_token_kernel(
     states,  # [rows, HV, V, K]
-    tokens,  # q, k [B n, HK, K], v [B n, HV, V], g and beta [B n, HV]
+    tokens,  # q, k [B, HK, K], v [B, HV, V], g and beta [B, HV]
     rows,  # [B] int64
-    out,  # [B n, HV, V], out
-    n,
+    out,  # [B, HV, V], out
     scale,
     HK: tl.constexpr,
     HV: tl.constexpr,
@@ -160,23 +152,18 @@ def read_chain_kernel(
     FOLLOWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per V block and head, and request: the recurrence."""
+    """One program per V block and head, and request, for one token."""
     follow(PDL and not FOLLOWS)
     q, k, v, g, beta = tokens
     block, head = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     request, at_v = tl.program_id(1).to(tl.int64), block * BV + tl.arange(0, BV)
-    base = (tl.load(rows + request, cache_modifier=".cg") * HV + head) * (V * K) + block * BV * K
-    s = load_rows(states + base, K, BV)
+    s = _load_state(states, rows, request, head, at_v, HV, V, K).to(tl.float32)
     follow(PDL and FOLLOWS)
-    for node in range(n):
-        at = request * n + node
-        key, values, gate, share = load_token((k, v, g, beta), at, head, HK, HV, K, V, at_v)
-        query = load_key(q + (at * HK + head // (HV // HK)) * K, K, BV) * scale
-        s = fold(s, key, values, gate, share)
-        found = along_rows(s * query)
-        tl.store(out + (at * HV + head) * V + at_v, found.to(out.dtype.element_ty))
-        # as a commit leaves it
-        s = s.to(states.dtype.element_ty).to(tl.float32)
+    key, values, gate, share = load_token((k, v, g, beta), request, head, HK, HV, K, V, at_v)
+    query = load_key(q + (request * HK + head // (HV // HK)) * K, K) * scale
+    s = fold(s, key, values, gate, share)
+    found = tl.sum(s * query[None, :], 1)
+    tl.store(out + (request * HV + head) * V + at_v, found.to(out.dtype.element_ty))
 
 
 def verify(
@@ -185,7 +172,6 @@ def verify(
     states: Tensor,
     rows: Tensor,
     words: Tensor,
-    causal: bool,
     follows: bool,
     out: Tensor,
 ) -> Tensor:
@@ -197,14 +183,13 @@ def verify(
     )
     sizes = {"HK": k_heads, "HV": heads, "K": k_dim}
     options, scale = launch_options(out.device), k_dim**-0.5
-    if n == 1 or (causal and n <= CHAIN):
+    if n == 1:
         tile = commit_tile(v_dim)
-        read_chain_kernel[v_dim // tile.values * heads, batch](
+        read_token_kernel[v_dim // tile.values * heads, batch](
             states,
             (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta),
             rows,
             out,
-            n,
             scale,
             V=v_dim,
             BV=tile.values,

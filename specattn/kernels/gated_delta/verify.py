@@ -30,7 +30,6 @@ def verify_nodes(
     rows: Tensor,
     words: Tensor,
     *,
-    causal: bool = False,
     follows: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -46,8 +45,6 @@ def verify_nodes(
         ``[B]`` int64.
     words : Tensor
         ``[B, n, 1]`` int64 ancestor words, contiguous; a node's parent comes before it.
-    causal : bool
-        Whether every tree is a chain: short ones are read token by token, as plain decoding does.
     follows : bool
         Whether another layer of the same forward was verified before: then states and ``rows`` may
         be read while the kernel in front still runs. Neither was written since.
@@ -78,7 +75,6 @@ def verify_nodes(
             states=states,
             rows=rows,
             words=words,
-            causal=causal,
             follows=follows,
             out=out,
         )

@@ -170,7 +170,7 @@ def test_gates_of_other_branches_overflow_nothing(implementation):
 def test_a_chain_is_the_recurrence_whatever_reads_it(states, n, implementation):
     shape = Shape((1, 3), states=states)
     with using(implementation):
-        found, want = verified(shape, [tree("chain", n)] * 2, causal=True)
+        found, want = verified(shape, [tree("chain", n)] * 2, follows=True)
     assert apart(found, want) < (2e-5 if states == torch.float32 else 6e-2)
 
 
