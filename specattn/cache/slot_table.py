@@ -316,8 +316,10 @@ class SlotTable(ReadOnly):
             then.
         """
         self._check_whole()
-        whole_numbers("every row", rows)
-        whole_numbers("every length", lens)
+        # every step comes here, and nearly all of them with lists of ints
+        if not (type(rows) is type(lens) is list and {int}.issuperset(map(type, [*rows, *lens]))):
+            whole_numbers("every row", rows)
+            whole_numbers("every length", lens)
         at, need = np.asarray(rows, dtype=np.int64), np.asarray(lens, dtype=np.int64)
         distinct = set(rows)
         if not distinct <= self._pages.keys():
