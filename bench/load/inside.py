@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation import BaseStreamer
 
 import specattn
-from bench.load.cells import shape_of
+from bench.load import cells
 from bench.load.figures import percentile
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def measured(
     """
     torch.manual_seed(seed)
     with device:
-        config = shape_of(cell.model).target
+        config = cells.shape_of(cell.model).target
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.bfloat16).eval()
     prompts = [list(one.prompt) for one in cell.requests(config.vocab_size, seed)]
     texts: dict[str, list[int]] = {}
