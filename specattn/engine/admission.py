@@ -125,10 +125,6 @@ class Admission:
                 raise
         return True
 
-    def forget(self) -> None:
-        """Forget a prompt in parts: its request was dropped."""
-        self._begun = None
-
     def admit(
         self, items: Sequence[Item], *, whole: bool, wait: bool = False, parts: bool = False
     ) -> list[RequestOutput]:
@@ -180,8 +176,9 @@ class Admission:
         """Return what capturing chunks of prompts took."""
         return self.prompts.report()
 
-    def settle(self) -> None:
-        """Wait for every chunk in flight."""
+    def clear(self) -> None:
+        """Forget a prompt in parts, and wait for every chunk in flight."""
+        self._begun = None
         self.prompts.settle()
 
     def _read_since(self, launched: Sequence[LaunchedPrompt]) -> None:

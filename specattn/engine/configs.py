@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from specattn.checks import kind_of
-from specattn.config import TABLE_SIZES
+from specattn.checks import instance, kind_of, listed, whole_numbers
+from specattn.config import TABLE_SIZES, SpecConfig
 from specattn.engine.policy import Acceptance, GoodputPolicy, Observed, RestingPolicy
 from specattn.engine.ranks import decide
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup
 
-    from specattn.config import SpecConfig
     from specattn.engine.policy import Policy
 
 # what must be one for all: the sizes of tables and pools, and what a draft state holds
@@ -58,6 +57,9 @@ class SpeculativeConfigs:
         The configs, each once.
     adaptive : bool
         Whether there are several.
+    buckets : tuple of int
+    ranks : ProcessGroup or None
+        As above.
     current : SpecConfig
         The config of the last step that was scheduled; the first config before any.
     reserve_len : int
@@ -101,7 +103,7 @@ class SpeculativeConfigs:
             raise ValueError(
                 f"policy must be callable, as a GoodputPolicy is, got {kind_of(policy)}"
             )
-        self._ranks = ranks
+        self.ranks = ranks
         self.current = self.all[0]
         self.reserve_len = max(config.reserve_len for config in self.all)
         self.acceptance = {config: Acceptance(config) for config in self.all}
@@ -111,11 +113,57 @@ class SpeculativeConfigs:
         self.used: Counter[SpecConfig] = Counter()
         self.advanced: Counter[SpecConfig] = Counter()
         self.gained: Counter[SpecConfig] = Counter()
-        self._buckets = tuple(buckets)
+        self.buckets = tuple(buckets)
         self._window = window
         self._recent: deque[tuple[Acceptance, list[int], int, float | None]] = deque()
         # of late: seconds of prompts, and these; tokens, and the texts that have ended
         self._prompts = self._begun = self._tokens = self._ended = 0.0
+
+    @property
+    def most_steps(self) -> int:
+        """The depth of the deepest config."""
+        return max(config.num_steps for config in self.all)
+
+    @property
+    def widest(self) -> SpecConfig:
+        """The config that needs most proposals to start from."""
+        return max(self.all, key=lambda config: config.proposals)
+
+    @classmethod
+    def of(
+        cls,
+        config: SpecConfig,
+        others: Sequence[SpecConfig],
+        policy: Policy | None,
+        buckets: Sequence[int] | None,
+        *,
+        draft_len: Callable[[SpecConfig], int],
+        ranks: ProcessGroup | None,
+    ) -> Self:
+        """Return an engine's, of what its caller gave.
+
+        Plain decoding is always a choice of what lets drafts rest. ``draft_len`` says what a
+        config's drafts reserve, see `Proposer.draft_len`.
+
+        Raises
+        ------
+        ValueError
+            As above; if there is something else than a `SpecConfig` among the configs, or than a
+            whole number among the buckets.
+        """
+        instance("config", config, SpecConfig, "a SpecConfig")
+        given = [config, *listed("configs", others, "SpecConfig")]
+        for one in given:
+            instance("every one of configs", one, SpecConfig, "a SpecConfig")
+        chooses = policy is None or isinstance(policy, RestingPolicy)
+        if chooses and len(set(given)) > 1 and all(one.num_steps for one in given):
+            given.append(config.plain())
+        if buckets is None:
+            buckets = powers_of_two(config.max_num_reqs)
+        sizes = listed("buckets", buckets, "batch sizes")
+        whole_numbers("every bucket", sizes)
+        configs = [one.reserving(draft_len(one)) for one in given]
+        return cls(configs, policy, sizes, ranks=ranks)
 
     def let_rest(self) -> None:
         """Let plain steps and prompts leave the draft out.
@@ -148,7 +196,7 @@ class SpeculativeConfigs:
         if not fitting:
             return self.current
         observed = self._observe(len(rooms), fitting, ready)
-        config, self.drafting = decide(self._ranks, partial(self._ask, observed))
+        config, self.drafting = decide(self.ranks, partial(self._ask, observed))
         if config not in fitting:
             raise ValueError(f"policy must return one of the configs it is given, got {config}")
         return config
@@ -157,7 +205,7 @@ class SpeculativeConfigs:
         """Ask whether prompts of a batch of so many run the draft."""
         if self.bare is not None:
             observed = self._observe(batch, self.all, None)
-            self.drafting = decide(self._ranks, partial(self._drafts, observed))
+            self.drafting = decide(self.ranks, partial(self._drafts, observed))
 
     def _observe(self, batch: int, configs: tuple[SpecConfig, ...], ready: int | None) -> Observed:
         # how long texts are is known when some have ended: the first to end are the shortest
@@ -272,7 +320,7 @@ class SpeculativeConfigs:
         self._tokens, self._ended = fade * self._tokens, fade * self._ended + texts
 
     def _bucket(self, batch: int) -> int:
-        return min((size for size in self._buckets if size >= batch), default=batch)
+        return min((size for size in self.buckets if size >= batch), default=batch)
 
 
 def smaller_configs(config: SpecConfig) -> tuple[SpecConfig, ...]:

@@ -16,6 +16,8 @@ from specattn.speculative.step.level import Level
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from specattn.cuda_graph import GraphReport
+    from specattn.engine.configs import SpeculativeConfigs
     from specattn.engine.request import Request, RunningRequest
     from specattn.speculative.proposers.proposer import Proposer
     from specattn.speculative.sampling.logits_processor import LogitsProcessor
@@ -96,6 +98,18 @@ class Decoders(dict[SpecConfig, StepDecoder]):
         """All decoders."""
         return (*self.values(), *(() if self.bare is None else (self.bare,)))
 
+    def report(self) -> dict[SpecConfig, tuple[GraphReport, ...]]:
+        """Return what capturing took, by the config of each decoder, and bucket."""
+        found = {config: decoder.report() for config, decoder in self.items()}
+        if self.bare is not None:
+            found[self.bare.config] = *found[self.bare.config], *self.bare.report()
+        return found
+
+    def settle(self) -> None:
+        """Wait for every step in flight, whoever has not."""
+        for decoder in self.each:
+            decoder.settle()
+
     def _plain(
         self,
         config: SpecConfig,
@@ -144,3 +158,16 @@ class Decoders(dict[SpecConfig, StepDecoder]):
             processors=self._own,
             max_context_len=req_to_token.shape[1],
         )
+
+
+def rests_of(proposer: Proposer, configs: SpeculativeConfigs) -> tuple[SpecConfig, Proposer] | None:
+    """Let a draft rest, where it and the policy of its configs can.
+
+    Returns the config of plain decoding without its model, and what of the proposer takes part in
+    that; None if it never rests.
+    """
+    # what a draft draws is proposed with its probability, and must be of the same text
+    resting = None if configs.all[0].draft_sampling else proposer.at_rest(NoProposer())
+    if resting is not None:
+        configs.let_rest()
+    return None if configs.resting is None or resting is None else (configs.resting, resting)

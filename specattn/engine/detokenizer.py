@@ -175,12 +175,17 @@ class TextStream:
         return 0
 
 
-def text_of(request: Request, output: RequestOutput, detokenize: Callable[[list[int]], str]) -> str:
-    """Return the text of a request that has ended."""
-    stream = TextStream.of(request, detokenize)
-    stream.feed(spoken(request, output))
-    stream.finish()
-    return stream.text
+def add_texts(
+    requests: Sequence[Request],
+    outputs: Sequence[RequestOutput],
+    detokenize: Callable[[list[int]], str],
+) -> None:
+    """Give the outputs of requests that have ended their texts."""
+    for request, output in zip(requests, outputs, strict=True):
+        stream = TextStream.of(request, detokenize)
+        stream.feed(spoken(request, output))
+        stream.finish()
+        output.text = stream.text
 
 
 def spoken(request: Request, output: RequestOutput) -> list[int]:

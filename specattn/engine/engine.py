@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from specattn.checks import instance, listed, whole_numbers
-from specattn.config import SpecConfig
 from specattn.cuda_graph.recorder import Recorder
 from specattn.engine.admission import Admission
-from specattn.engine.configs import SpeculativeConfigs, powers_of_two
-from specattn.engine.decoders import Decoders
-from specattn.engine.detokenizer import end_ids, text_functions, text_of
+from specattn.engine.configs import SpeculativeConfigs
+from specattn.engine.decoders import Decoders, rests_of
+from specattn.engine.detokenizer import add_texts, end_ids, text_functions
 from specattn.engine.flight import Flight
 from specattn.engine.intake import take
 from specattn.engine.metrics import Totals
-from specattn.engine.policy import RestingPolicy
-from specattn.engine.prompts import WaitedPrompts
+from specattn.engine.prompts import prompts_of
 from specattn.engine.ranks import agree, ranks_of
 from specattn.engine.request import Request, RequestOutput
 from specattn.engine.scheduler import Scheduler
-from specattn.speculative.prompts.prefill import Prefill
-from specattn.speculative.prompts.runner import PromptRunner
-from specattn.speculative.proposers.drafts import NoProposer, draft_of
+from specattn.speculative.proposers.drafts import draft_of
 from specattn.speculative.sampling.logits_processor import as_processors
 from specattn.speculative.step.level import Level
 from specattn.speculative.step.setup import StepSetup
@@ -38,9 +32,10 @@ if TYPE_CHECKING:
 
     from specattn.backends.base import BackendFactory
     from specattn.cache.slot_table import SlotTable
+    from specattn.config import SpecConfig
     from specattn.cuda_graph import GraphReport
     from specattn.engine.detokenizer import Tokenizer
-    from specattn.engine.flight import Gain, LaunchedPrompt
+    from specattn.engine.flight import Gain
     from specattn.engine.metrics import EngineMetrics
     from specattn.engine.policy import Policy
     from specattn.engine.request import RunningRequest
@@ -176,28 +171,16 @@ class Engine:
     ) -> None:
         check_target_model(target)
         drafts, self.ranks = draft_of(draft), ranks_of(target)
-        instance("config", config, SpecConfig, "a SpecConfig")
-        given = config, *listed("configs", configs, "SpecConfig")
-        for one in given:
-            instance("every one of configs", one, SpecConfig, "a SpecConfig")
-        # what chooses for itself may always decode plainly
-        if len(set(given)) > 1 and (policy is None or isinstance(policy, RestingPolicy)):
-            given = *given, *([] if any(not one.num_steps for one in given) else [config.plain()])
-        config, *configs = (one.reserving(drafts.draft_len(one)) for one in given)
-        self.config = config
+        self.configs = SpeculativeConfigs.of(
+            config, configs, policy, buckets, draft_len=drafts.draft_len, ranks=self.ranks
+        )
+        self.config, self.buckets = self.configs.all[0], list(self.configs.buckets)
         self.processors = own = as_processors(processors)
         self.encode, self.detokenize = text_functions(tokenizer, detokenize)
-        buckets = powers_of_two(config.max_num_reqs) if buckets is None else buckets
-        self.buckets = listed("buckets", buckets, "batch sizes")
-        whole_numbers("every bucket", self.buckets)
-        self.configs = SpeculativeConfigs(
-            (config, *configs), policy, self.buckets, ranks=self.ranks
-        )
         setup = StepSetup.over(
             target,
-            drafts if any(one.num_steps for one in self.configs.all) else None,
-            # of all configs it needs most proposals to start from
-            max(self.configs.all, key=lambda one: one.proposals),
+            drafts if self.configs.most_steps else None,
+            self.configs.widest,
             num_slots=num_slots,
             backend=backend,
             deterministic=deterministic,
@@ -209,12 +192,7 @@ class Engine:
             **options,
         )
         self.target, self.proposer = setup.target, setup.proposer
-        # what a draft draws is proposed with its probability, and must be of the same text
-        resting = None if config.draft_sampling else self.proposer.at_rest(NoProposer())
-        if resting is not None:
-            self.configs.let_rest()
-        plain = self.configs.resting
-        rests = None if plain is None or resting is None else (plain, resting)
+        rests = rests_of(self.proposer, self.configs)
         self.table, self.states = cast("SlotTable", setup.table), setup.states
         self.eos_token_ids = end_ids(self.target.model, tokenizer)
         slots, levels = self.target.num_slots, Level.each(sampled=sampled, processed=processed)
@@ -232,23 +210,15 @@ class Engine:
             self._decoders.blocked,
             shares_prefixes=all(one.shares_prefixes for one in setup.slots),
         )
-        self._totals = Totals(max(one.num_steps for one in self.configs.all))
-        self._flight = Flight(
-            self._decoders, self.scheduler, self.configs, self._totals, ranks=self.ranks
-        )
+        self._totals = Totals(self.configs.most_steps)
+        self._flight = Flight(self._decoders, self.scheduler, self.configs, self._totals)
         self._admission = Admission(
             self._change,
             self._decoders,
             self.scheduler,
             self._flight,
             self._totals,
-            PromptRunner.of(
-                setup,
-                buckets=prompt_buckets,
-                chunk=prompt_chunk,
-                resting=rests and rests[1],
-            )
-            or WaitedPrompts(replace(Prefill.of(setup), chunk=prompt_chunk), setup.states),
+            prompts_of(setup, prompt_chunk, prompt_buckets, resting=rests and rests[1]),
         )
         self._admission.capture(*levels)
         self._lock = RLock()
@@ -321,8 +291,7 @@ class Engine:
                 self.clear()
         agree(self.ranks, "the tokens of requests", [one.tokens for one in results])
         if self.detokenize is not None:
-            for request, result in zip(checked, results, strict=True):
-                result.text = text_of(request, result, self.detokenize)
+            add_texts(checked, results, self.detokenize)
         return results
 
     def _to_their_ends(
@@ -408,7 +377,7 @@ class Engine:
                 if self._flight.idle:
                     self._flight.launch(self.scheduler.schedule())
                 if prompts := self._flight.take_prompts():
-                    return self._collect(partial(self._read, prompts))
+                    return self._collect(partial(self._flight.first_tokens, prompts))
                 steps = self._flight.take(ahead=ahead)
                 return self._collect(partial(self._flight.collect, steps))
             except Exception:
@@ -483,9 +452,7 @@ class Engine:
         Chunks of prompts are the engine's own ``config``'s, behind its steps. Their parts are
         ``prompts``, ``first tokens`` and ``prompts' drafts``, and their buckets tokens.
         """
-        found = {config: decoder.report() for config, decoder in self._decoders.items()}
-        if (bare := self._decoders.bare) is not None:
-            found[bare.config] = *found[bare.config], *bare.report()
+        found = self._decoders.report()
         return found | {self.config: (*found[self.config], *self._admission.report())}
 
     def metrics(self) -> EngineMetrics:
@@ -494,14 +461,7 @@ class Engine:
         Nothing waits, on the host or for the device. Any thread may ask at any time. What it reads
         while a step ends may have some numbers of before and some of after.
         """
-        scheduler, table = self.scheduler, self.table
-        return self._totals.metrics(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            free_rows=table.num_free_rows,
-            free_slots=table.num_free_slots,
-            slots=(table.num_pages - 1) * table.page_size,
-        )
+        return self._totals.metrics(self.scheduler)
 
     @contextmanager
     def _one_thread(self) -> Iterator[None]:
@@ -539,13 +499,6 @@ class Engine:
     def _put_right(self) -> None:
         self._changing = False
 
-    def _read(self, prompts: Sequence[LaunchedPrompt]) -> list[Gain]:
-        """Wait for first tokens, and count them."""
-        gains = self._flight.read(prompts)
-        for result, kept in gains:
-            self._totals.began(result, len(kept))
-        return gains
-
     def _collect(self, gained: Callable[[], list[Gain]]) -> list[Gain]:
         """Hand out what was gained; requests that had ended before get nothing."""
         try:
@@ -560,10 +513,8 @@ class Engine:
     def _drop_all(self, *, table: bool) -> None:
         """Drop every request, and wait for what is in flight; see `Scheduler.clear`."""
         self._flight.steps, self._flight.prompts = [], []
-        self._admission.forget()
         self._totals.dropped(self.scheduler.clear(table=table))
         # a wait that was interrupted has left its step in flight, and may be again
-        for decoder in self._decoders.each:
-            decoder.settle()
-        self._admission.settle()
+        self._decoders.settle()
+        self._admission.clear()
         self._changing = False

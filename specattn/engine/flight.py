@@ -18,8 +18,6 @@ from specattn.speculative.step.level import Level
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch.distributed import ProcessGroup
-
     from specattn.config import SpecConfig
     from specattn.engine.configs import SpeculativeConfigs
     from specattn.engine.decoders import Decoders
@@ -76,8 +74,6 @@ class Flight:
         Told what steps gained, and how long they took.
     totals : Totals
         What the engine counts.
-    ranks : ProcessGroup or None
-        Those that make the same steps.
 
     Attributes
     ----------
@@ -95,8 +91,6 @@ class Flight:
         scheduler: Scheduler,
         configs: SpeculativeConfigs,
         totals: Totals,
-        *,
-        ranks: ProcessGroup | None,
     ) -> None:
         self.steps: list[LaunchedStep] = []
         self.prompts: list[LaunchedPrompt] = []
@@ -106,7 +100,7 @@ class Flight:
         self._kept = False
         self._by_host = isinstance(decoders.setup.proposer, HostProposer)
         self._decoders, self._scheduler, self._configs = decoders, scheduler, configs
-        self._totals, self._ranks = totals, ranks
+        self._totals = totals
         self._plans_on_host = decoders.setup.plans_on_host
         # when the last one was handed out
         self._collected_at = 0.0
@@ -175,6 +169,13 @@ class Flight:
             one.awaited, one.result.first_token_at = False, self._collected_at
             kept = self._scheduler.append(one, [token], launched.first.logprobs)
             gains.append((one.result, kept))
+        return gains
+
+    def first_tokens(self, prompts: Sequence[LaunchedPrompt]) -> list[Gain]:
+        """Do what `read` does, and count what was gained."""
+        gains = self.read(prompts)
+        for result, kept in gains:
+            self._totals.began(result, len(kept))
         return gains
 
     def collect(self, steps: Sequence[LaunchedStep]) -> list[Gain]:
@@ -251,7 +252,8 @@ class Flight:
             return None
         name = f"what {type(proposer).__name__}.draft returns"
         return decide(
-            self._ranks, lambda: listed(name, proposer.draft(tuple(group), config), "HostTree")
+            self._configs.ranks,
+            lambda: listed(name, proposer.draft(tuple(group), config), "HostTree"),
         )
 
     def _collect_group(self, step: LaunchedStep) -> list[Gain]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from specattn.config import SpecConfig
     from specattn.engine.request import RequestOutput
-    from specattn.engine.scheduler import Item
+    from specattn.engine.scheduler import Item, Scheduler
 
 
 @dataclass
@@ -74,10 +74,19 @@ class Totals:
         self._finished: Counter[str] = Counter()
         self._accept_lens = [0] * (2 + most)
 
-    def metrics(self, **now: int) -> EngineMetrics:
-        """Return a copy, with what the engine holds ``now``."""
-        finished, accept_lens = dict(self._finished), tuple(self._accept_lens)
-        return replace(self._counted, finished=finished, accept_lens=accept_lens, **now)
+    def metrics(self, scheduler: Scheduler) -> EngineMetrics:
+        """Return a copy, with the requests and slots of now."""
+        table = scheduler.table
+        return replace(
+            self._counted,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_rows=table.num_free_rows,
+            free_slots=table.num_free_slots,
+            slots=(table.num_pages - 1) * table.page_size,
+            finished=dict(self._finished),
+            accept_lens=tuple(self._accept_lens),
+        )
 
     def admitted(self, items: Sequence[Item], shared: int) -> None:
         """Count prompts that ran, and tokens of theirs that others had run."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from specattn.buffers import send, send_parts
+from specattn.speculative.prompts.prefill import Prefill
 from specattn.speculative.prompts.prompt import Prompt
 from specattn.speculative.prompts.runner import (
     FirstToken,
     KnownTokens,
     NewPrompt,
     Piece,
+    PromptRunner,
     PromptWave,
 )
 from specattn.speculative.sampling.grammar import bitmask_of, open_bitmask
@@ -26,11 +29,11 @@ if TYPE_CHECKING:
 
     from specattn.cuda_graph import GraphReport
     from specattn.engine.request import RunningRequest
-    from specattn.speculative.prompts.prefill import Prefill
     from specattn.speculative.proposers.proposer import Proposer
     from specattn.speculative.sampling.processors import ProcessorStates
     from specattn.speculative.states import RequestStates
     from specattn.speculative.step.level import Level
+    from specattn.speculative.step.setup import StepSetup
 
 
 class Prompts(Protocol):
@@ -131,6 +134,19 @@ class WaitedPrompts:
         known = KnownTokens(firsts, scored)
         wave.left.clear()
         wave.firsts.update((at, FirstToken(known, at)) for at in range(len(news)))
+
+
+def prompts_of(
+    setup: StepSetup, chunk: int, buckets: Sequence[int] | None, *, resting: Proposer | None
+) -> Prompts:
+    """Return what runs a setup's prompts; it waits only where it has to.
+
+    ``chunk``, ``buckets`` and ``resting`` are those of `PromptRunner.of`.
+    """
+    runner = PromptRunner.of(setup, buckets=buckets, chunk=chunk, resting=resting)
+    if runner is not None:
+        return runner
+    return WaitedPrompts(replace(Prefill.of(setup), chunk=chunk), setup.states)
 
 
 def begin_prompts(
