@@ -189,7 +189,8 @@ class Watch:
     steps : int
         How often it watched.
     waits, launch_waits : int
-        For tokens or other events, while it watched; and how many of them launches made.
+        For tokens or other events, while it watched; and how many of them launches made, those of
+        prompts that waited included.
     allocations : dict
         By counter of torch's allocator, while it watched.
     """
@@ -238,6 +239,7 @@ class Watch:
         for run in engines:
             for owner, name in (
                 (run.scheduler, "schedule"),
+                (run._admission, "admit_waiting"),
                 (run._flight, "launch"),
                 (run._flight, "_launch_ahead"),
             ):
