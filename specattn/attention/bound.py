@@ -112,7 +112,7 @@ class BoundLayers(CompositeAttention):
             found += pool.fingerprint()
         mixing = (layer for layer in self.layers if isinstance(layer, StateLayer))
         for states in dict.fromkeys(layer.pool for layer in mixing):
-            found += fingerprint(**states.tensors())
+            found += states.fingerprint()
         # by value: what a graph has baked in stays as it was, whatever becomes of the config
         configs = {
             f"AttnConfig[{at}]": dict(vars(group.backend.config))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from specattn.buffers import ReadOnly, fingerprint
+from specattn.buffers import ReadOnly
 from specattn.cache.kv_pool import KVPool
 from specattn.cache.state_pool import StatePool
 from specattn.config import AttnConfig, StateConfig
@@ -66,9 +66,27 @@ class HybridPool(ReadOnly):
         scales: Sequence[KVScales] | None = None,
     ) -> None:
         attending = [layer for layer in layers if isinstance(layer, AttnConfig)]
-        self.kv = KVPool(attending, num_slots, device, kv_dtype=kv_dtype, scales=scales)
+        kv = KVPool(attending, num_slots, device, kv_dtype=kv_dtype, scales=scales)
         with_states = [layer for layer in layers if not isinstance(layer, AttnConfig)]
-        self.states = StatePool(with_states, rows, device)
+        self._hold(layers, kv, StatePool(with_states, rows, device))
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerConfig], kv: KVPool, states: StatePool) -> Self:
+        """Return a pool of two that are there, such as those over an engine's own memory.
+
+        Parameters
+        ----------
+        layers : sequence of AttnConfig or StateConfig
+            A model's, in its order.
+        kv, states : KVPool, StatePool
+            What layers that attend keep, and the others, each in that order.
+        """
+        pool = cls.__new__(cls)
+        pool._hold(layers, kv, states)
+        return pool
+
+    def _hold(self, layers: Sequence[LayerConfig], kv: KVPool, states: StatePool) -> None:
+        self.kv, self.states = kv, states
         self.num_slots, self.device = self.kv.num_slots, self.kv.device
         counts = {AttnConfig: 0, StateConfig: 0}
         places = []
@@ -91,7 +109,7 @@ class HybridPool(ReadOnly):
 
     def fingerprint(self) -> Fingerprint:
         """Describe both kinds; see `Memory.fingerprint`."""
-        return self.kv.fingerprint() + fingerprint(**self.states.tensors())
+        return self.kv.fingerprint() + self.states.fingerprint()
 
     def nodes(self, batch: int, count: int) -> Nodes:
         """Allocate what nodes leave for the commit; see `Memory.nodes`."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
-from specattn.buffers import ReadOnly
-from specattn.checks import instance, whole_number
+from specattn.buffers import ReadOnly, fingerprint
+from specattn.checks import instance, require_dense, require_shape, whole_number
 from specattn.config import StateConfig
 from specattn.errors import UnsupportedError
 from specattn.kernels.gated_delta import (
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from specattn.buffers import Fingerprint
 
 
 class StatePool(ReadOnly):
@@ -53,6 +55,8 @@ class StatePool(ReadOnly):
     windows : Tensor
         ``[layers, rows, conv_channels, conv_width - 1]`` of ``dtype``: the last inputs of the
         convolution, the newest last.
+    places : Tensor or None
+        Of an engine's own states (`from_external`), where each row's lie.
 
     Raises
     ------
@@ -60,24 +64,72 @@ class StatePool(ReadOnly):
         If there is no layer, layers differ, or ``rows`` is no whole number from 1 on.
     """
 
+    places: Tensor | None = None
+
     def __init__(
         self, layers: Sequence[StateConfig], rows: int, device: torch.device | str
     ) -> None:
+        self._hold(layers)
+        one, size = self._one, (len(layers), whole_number("rows", rows, 1))
+        state, window = _shapes(one)
+        self.states = torch.zeros(*size, *state, dtype=one.state_dtype, device=device)
+        self.windows = torch.zeros(*size, *window, dtype=one.dtype, device=device)
+
+    @classmethod
+    def from_external(
+        cls, layers: Sequence[StateConfig], states: Tensor, windows: Tensor, places: Tensor
+    ) -> Self:
+        """Return a pool over states that an engine has allocated.
+
+        Nothing is copied or cleared. The engine says where each row's states lie, and may say so
+        anew between steps. Row 0 and place 0 belong to padding. It zeroes or copies a place before
+        a prompt goes on from there.
+
+        Parameters
+        ----------
+        layers : sequence of StateConfig
+            All of one geometry.
+        states : Tensor
+            ``[layers, P, num_v_heads, head_v_dim, head_k_dim]`` of ``state_dtype``, contiguous.
+        windows : Tensor
+            ``[layers, P, conv_channels, conv_width - 1]`` of ``dtype``, contiguous.
+        places : Tensor
+            ``[rows]`` int32 or int64, each below P, and each but 0 at most once.
+
+        Raises
+        ------
+        ValueError
+            For what the constructor refuses; if a tensor is of another shape or dtype, or not
+            dense.
+        """
+        pool = cls.__new__(cls)
+        pool._hold(layers)
+        one, size = pool._one, (len(layers), states.shape[1])
+        state, window = _shapes(one)
+        require_shape((*size, *state), one.state_dtype, states=states)
+        require_shape((*size, *window), one.dtype, windows=windows)
+        require_shape(tuple(places.shape[:1]), places=places)
+        if places.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"places must be int32 or int64, got {places.dtype}")
+        require_dense(states=states, windows=windows, places=places)
+        pool.states, pool.windows, pool.places = states, windows, places
+        return pool
+
+    def _hold(self, layers: Sequence[StateConfig]) -> None:
         for layer in layers:
             instance("every layer", layer, StateConfig, "a StateConfig")
         if len(set(layers)) != 1:
             found = sorted(set(layers), key=str)
             raise ValueError(f"layers of one pool must be at least one, and alike, got {found}")
         self.layers, self._one = tuple(layers), layers[0]
-        one, size = self._one, (len(layers), whole_number("rows", rows, 1))
-        head = (one.num_v_heads, one.head_v_dim, one.head_k_dim)
-        self.states = torch.zeros(*size, *head, dtype=one.state_dtype, device=device)
-        window = (one.conv_channels, one.conv_width - 1)
-        self.windows = torch.zeros(*size, *window, dtype=one.dtype, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return states and windows by name; all of it lies by row."""
+        """Return states and windows by name; all of it lies by row, or by its place."""
         return {"states": self.states, "windows": self.windows}
+
+    def fingerprint(self) -> Fingerprint:
+        """Describe the tensors that a graph bakes in."""
+        return fingerprint(**self.tensors(), places=self.places)
 
     def nodes(self, batch: int, count: int) -> Nodes:
         """Allocate what nodes leave for the commit of a step.
@@ -97,8 +149,13 @@ class StatePool(ReadOnly):
         new = self.windows.new_zeros
         k_shape, v_shape = (one.num_k_heads, one.head_k_dim), (one.num_v_heads, one.head_v_dim)
         gates = [new(*size, one.num_v_heads, dtype=torch.float32) for _ in range(2)]
+        places = None if self.places is None else new(batch, dtype=torch.int64)
         return Nodes(
-            new(*size, one.conv_channels), new(*size, *k_shape), new(*size, *v_shape), *gates
+            new(*size, one.conv_channels),
+            new(*size, *k_shape),
+            new(*size, *v_shape),
+            *gates,
+            places,
         )
 
     def verify(  # noqa: PLR0913 - a forward, as its operations take it
@@ -139,6 +196,11 @@ class StatePool(ReadOnly):
             Before anything is written: if a tensor is of another shape or dtype or not dense.
         """
         inputs, tokens = nodes.layer(layer)
+        if nodes.places is not None:
+            if not layer:
+                # for the layers after it, and for the commit
+                nodes.places.copy_(self._places(rows))
+            rows = nodes.places
         convolve_nodes(parts, weights, self.windows[layer], rows, words, inputs=inputs, out=tokens)
         return verify_nodes(tokens, self.states[layer], rows, words, follows=follows)
 
@@ -171,12 +233,28 @@ class StatePool(ReadOnly):
         ValueError
             As in `verify`.
         """
-        one, count = self._one, parts.qkv.shape[1]
+        one, count, rows = self._one, parts.qkv.shape[1], self._places(rows)
         heads, dims = (one.num_k_heads, one.num_v_heads), (one.head_k_dim, one.head_v_dim)
         tokens = Tokens.alloc(self.windows, count, heads, dims)
         convolve_pieces(parts, weights, self.windows[layer], rows, qo_indptr, out=tokens)
         return read_pieces(tokens, self.states[layer], rows, qo_indptr)
 
-    def commit(self, nodes: Nodes, accept_index: Tensor, rows: Tensor) -> None:
-        """Fold accepted paths into all layers; see `commit_nodes`."""
-        commit_nodes(nodes, self.states, self.windows, rows, accept_index)
+    def _places(self, rows: Tensor) -> Tensor:
+        """Return where rows' states lie."""
+        return rows if self.places is None else self.places[rows].long()
+
+    def commit(
+        self, nodes: Nodes, accept_index: Tensor, rows: Tensor, into: Tensor | None = None
+    ) -> None:
+        """Fold accepted paths into all layers; see `commit_nodes`.
+
+        With `places`, they are those that verification found, and ``into`` names places.
+        """
+        rows = rows if nodes.places is None else nodes.places
+        commit_nodes(nodes, self.states, self.windows, rows, accept_index, into=into)
+
+
+def _shapes(one: StateConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of a state and of a window."""
+    state = (one.num_v_heads, one.head_v_dim, one.head_k_dim)
+    return state, (one.conv_channels, one.conv_width - 1)

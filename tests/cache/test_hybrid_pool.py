@@ -181,6 +181,82 @@ def test_trees_and_prompts_leave_the_same():
         assert apart(tensor[:, [1, 3]], tensor[:, [4, 2]]) < 1e-5
 
 
+def external(places, count):
+    """A pool over an engine's states, drawn, NaN where no row's are."""
+    one, gen = MIXES, torch.Generator().manual_seed(5)
+    states = torch.randn(3, count, one.num_v_heads, 32, 16, generator=gen)
+    windows = torch.randn(3, count, one.conv_channels, 3, generator=gen)
+    for tensor in (states, windows):
+        tensor[:, [at for at in range(count) if at not in places.tolist()]] = torch.nan
+    made = (states.to(DEVICE), windows.to(DEVICE), places.to(DEVICE))
+    return StatePool.from_external([MIXES] * 3, *made)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_an_engines_states_lie_where_it_says(kind):
+    """Trees, commits and prompts do what they do to states by row; and the engine moves one."""
+    shape, n = Shape((2, 6), (16, 32)), 5
+    trees = [tree("any", n, 1), tree("deep", n, 2), tree("deep", n, 3)]
+    theirs, own = (
+        external(torch.tensor([0, 6, 1, 4], dtype=kind), 8),
+        StatePool([MIXES] * 3, 4, DEVICE),
+    )
+    places, weights = theirs.places.long(), weights_for(shape)
+    for mine, other in zip(own.tensors().values(), theirs.tensors().values(), strict=True):
+        mine.copy_(other[:, places])
+    words, index = words_of_trees(trees), paths_of([deepest(one) for one in trees], n)
+    nodes = [pool.nodes(4, n).bind(3) for pool in (own, theirs)]
+    # the second is padding
+    rows = torch.tensor([3, 0, 1], device=DEVICE)
+    for _ in range(2):
+        for pool, left in zip((own, theirs), nodes, strict=True):
+            given = {"rows": rows, "words": words, "nodes": left}
+            outs = [
+                pool.verify(layer, parts_for(shape, 3 * n, seed=layer), weights, **given)
+                for layer in range(3)
+            ]
+            # what the engine says meanwhile is of the next step
+            if pool is theirs:
+                now = places.clone()
+                theirs.places[3] = 7
+            pool.commit(left, index, rows)
+            left_there = {name: one.clone() for name, one in pool.tensors().items()}
+            if pool is own:
+                wanted = outs, left_there
+        for found, want in zip(outs, wanted[0], strict=True):
+            assert torch.equal(found, want)
+        for found, want in zip(left_there.values(), wanted[1].values(), strict=True):
+            assert torch.equal(found[:, now], want)
+        for tensor in theirs.tensors().values():
+            tensor[:, 7] = tensor[:, now[3]]
+        places = theirs.places.long()
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+    prompt = {"rows": torch.tensor([1, 3], device=DEVICE), "qo_indptr": ends}
+    found, want = (
+        pool.read(1, parts_for(shape, 9, seed=7), weights, **prompt) for pool in (theirs, own)
+    )
+    assert torch.equal(found, want)
+    assert torch.equal(theirs.states[1, places], own.states[1])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"states": lambda x: x.mT.contiguous()}, "states must be"),
+        ({"windows": lambda x: x.half()}, "windows must be"),
+        ({"windows": lambda x: x[:, 1:]}, "windows must be"),
+        ({"places": lambda x: x.short()}, "places must be int32 or int64, got torch.int16"),
+        ({"places": lambda x: x[::2]}, "places must be contiguous"),
+    ],
+)
+def test_states_of_an_engine_that_are_none(changed, message):
+    pool = external(torch.tensor([0, 6, 1, 4]), 8)
+    given = pool.tensors() | {"places": pool.places}
+    given |= {name: change(given[name]) for name, change in changed.items()}
+    with pytest.raises(ValueError, match=message):
+        StatePool.from_external(pool.layers, **given)
+
+
 class Mixed(KVPool):
     """Keys and values, and states over texts' keys: what a hybrid's layers would bring."""
 

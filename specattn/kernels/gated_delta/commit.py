@@ -18,7 +18,13 @@ BLOCK = 512
 
 
 def commit_nodes(
-    nodes: Nodes, states: Tensor, windows: Tensor, rows: Tensor, accept_index: Tensor
+    nodes: Nodes,
+    states: Tensor,
+    windows: Tensor,
+    rows: Tensor,
+    accept_index: Tensor,
+    *,
+    into: Tensor | None = None,
 ) -> None:
     """Go on by the accepted nodes, in all layers.
 
@@ -37,13 +43,19 @@ def commit_nodes(
         ``[B]`` int64, each but 0 at most once.
     accept_index : Tensor
         ``[B, N + 1]`` int32, nodes of the accepted path, -1 past its end; dense rows.
+    into : Tensor, optional
+        ``[B]`` int64, each but 0 at most once: the rows that get what comes of it, in place of
+        ``rows``; 0 for none.
 
     Raises
     ------
     ValueError
         Before anything is written: if a tensor is of another shape or dtype or not dense.
     """
+    into = rows if into is None else into
     _check(nodes, states, windows, rows, accept_index)
+    require_shape(tuple(rows.shape), torch.int64, into=into)
+    require_dense(into=into)
     if not len(rows):
         return
     if on_triton(rows):
@@ -56,6 +68,7 @@ def commit_nodes(
             states,
             (nodes.k, nodes.v, nodes.g, nodes.beta),
             rows,
+            into,
             accept_index,
             n,
             path,
@@ -73,6 +86,7 @@ def commit_nodes(
             windows,
             nodes.inputs,
             rows,
+            into,
             accept_index,
             n,
             path,
@@ -89,15 +103,18 @@ def commit_nodes(
     width, heads = windows.shape[3], nodes.v.shape[3]
     keys = of_value_heads(normalised(nodes.k), heads)
     at = torch.arange(len(rows), device=rows.device)
-    known = (accept_index >= 0) & (accept_index < nodes.k.shape[2]) & (rows > 0)[:, None]
+    known = (accept_index >= 0) & (accept_index < nodes.k.shape[2])
+    known &= ((rows > 0) & (into > 0))[:, None]
+    source = rows
     for node, goes_on in zip(accept_index.long().T, known.int().cumprod(1).bool().T, strict=True):
-        here, which, row = at[goes_on], node[goes_on], rows[goes_on]
+        here, which, row, to = at[goes_on], node[goes_on], source[goes_on], into[goes_on]
         k, v, g, beta = (
             one[:, here, which].float() for one in (keys, nodes.v, nodes.g, nodes.beta)
         )
-        states[:, row] = step(states[:, row].float(), k, v, g, beta).to(states.dtype)
+        states[:, to] = step(states[:, row].float(), k, v, g, beta).to(states.dtype)
         new = nodes.inputs[:, here, which][..., None]
-        windows[:, row] = torch.cat([windows[:, row], new], -1)[..., -width:]
+        windows[:, to] = torch.cat([windows[:, row], new], -1)[..., -width:]
+        source = into
 
 
 def _check(

@@ -6,7 +6,7 @@ convolution of width W; L layers; B requests of n nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -117,6 +117,8 @@ class Nodes:
         ``[L, B, n, HV, V]``.
     g, beta : Tensor
         ``[L, B, n, HV]`` float32, as in `Tokens`.
+    places : Tensor, optional
+        ``[B]`` int64, where the requests' states are, if not in their rows.
     """
 
     inputs: Tensor
@@ -124,23 +126,26 @@ class Nodes:
     v: Tensor
     g: Tensor
     beta: Tensor
+    places: Tensor | None = None
 
     def bind(self, batch: int) -> Self:
         """Return views of the first ``batch`` requests."""
-        return type(self)(*(getattr(self, one.name)[:, :batch] for one in fields(self)))
+        places = None if self.places is None else self.places[:batch]
+        return type(self)(*(one[:, :batch] for one in self._of_layers), places)
 
     def layer(self, index: int) -> tuple[Tensor, Tokens]:
         """Return a layer's inputs ``[T, C]`` and tokens, with room for queries."""
-        inputs, k, v, g, beta = (
-            getattr(self, one.name)[index].flatten(0, 1) for one in fields(self)
-        )
+        inputs, k, v, g, beta = (one[index].flatten(0, 1) for one in self._of_layers)
         return inputs, Tokens(torch.empty_like(k), k, v, g, beta)
 
     @property
     def size(self) -> int:
         """Bytes, of all layers."""
-        tensors = [getattr(self, one.name) for one in fields(self)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._of_layers)
+
+    @property
+    def _of_layers(self) -> tuple[Tensor, ...]:
+        return self.inputs, self.k, self.v, self.g, self.beta
 
 
 def check_parts(parts: LayerParts, weights: LayerWeights, windows: Tensor, out: Tokens) -> None:

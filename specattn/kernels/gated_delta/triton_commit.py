@@ -49,12 +49,13 @@ def path_length(path, n, width):
 # gives the same bits
 @triton.jit(
     do_not_specialize=["n", "width", "stride_layer", "state_rows"],
-    do_not_specialize_on_alignment=["rows", "accept_index"],
+    do_not_specialize_on_alignment=["rows", "into", "accept_index"],
 )
 def commit_states_kernel(
     states,  # [L, state_rows, HV, V, K], in place
     nodes,  # k [L, B, n, HK, K], v [L, B, n, HV, V], g and beta [L, B, n, HV]
     rows,  # [B] int64
+    into,  # [B] int64, the rows that are written
     accept_index,  # [B, width] int32
     n,
     width,
@@ -71,13 +72,14 @@ def commit_states_kernel(
     enter(PDL)
     block, head = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    row = tl.load(rows + request)
+    row, to = tl.load(rows + request), tl.load(into + request)
     path = accept_index + request * width
     length = path_length(path, n, width)
-    if (row > 0) & (length > 0):
+    if (row > 0) & (to > 0) & (length > 0):
         at_v, at_k = block * BV + tl.arange(0, BV), tl.arange(0, K)
         base = ((layer * state_rows + row) * HV + head) * (V * K)
-        tile = states + base + at_v[:, None] * K + at_k[None, :]
+        own = at_v[:, None] * K + at_k[None, :]
+        tile = states + base + own
         s = tl.load(tile).to(tl.float32)
         at = layer * stride_layer + request * n + tl.load(path)
         key, values, g, beta = load_token(nodes, at, head, HK, HV, K, V, at_v)
@@ -92,7 +94,8 @@ def commit_states_kernel(
             # as it is stored, so that any number of nodes gives the same bits
             s = fold(s, key, values, g, beta).to(states.dtype.element_ty).to(tl.float32)
             key, values, g, beta = after
-        tl.store(tile, s.to(states.dtype.element_ty))
+        base = ((layer * state_rows + to) * HV + head) * (V * K)
+        tl.store(states + base + own, s.to(states.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["n", "width", "stride_layer", "window_rows"])
@@ -100,6 +103,7 @@ def commit_windows_kernel(
     windows,  # [L, window_rows, C, WIDTH - 1], in place
     inputs,  # [L, B, n, C]
     rows,  # [B] int64
+    into,  # [B] int64, the rows that are written
     accept_index,  # [B, width] int32
     n,
     width,
@@ -115,13 +119,13 @@ def commit_windows_kernel(
     enter(PDL)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    row = tl.load(rows + request)
+    row, to = tl.load(rows + request), tl.load(into + request)
     path = accept_index + request * width
     length = path_length(path, n, width)
     place = tl.arange(0, W_BLOCK)  # [W_BLOCK]
     # which input of (window, path) comes to a place; what is below 0 lies in the window
     source = place + length - (WIDTH - 1)
-    kept = (place < WIDTH - 1)[:, None] & (column < C)[None, :] & (row > 0)
+    kept = (place < WIDTH - 1)[:, None] & (column < C)[None, :] & (row > 0) & (to > 0)
     known = (source >= 0) & (source < length)
     chosen = tl.load(path + source, mask=known, other=0).to(tl.int64)
     at = layer * stride_layer + request * n + chosen  # [W_BLOCK]
@@ -132,4 +136,5 @@ def commit_windows_kernel(
     before = tl.load(window + source[:, None] + WIDTH - 1, mask=old, other=0)
     # places are read before any is written
     tl.debug_barrier()
+    window = windows + ((layer * window_rows + to) * C + column[None, :]) * (WIDTH - 1)
     tl.store(window + place[:, None], tl.where(old, before, x), mask=kept & (length > 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def memory(shape, layers, rows, used):
 
 def poison_rejected(nodes: Nodes, paths) -> Nodes:
     """Return nodes of which only accepted ones hold numbers."""
-    found = [getattr(nodes, one.name).clone() for one in fields(nodes)]
+    found = [one.clone() for one in vars(nodes).values() if one is not None]
     for which, path in enumerate(paths):
         rest = [node for node in range(nodes.k.shape[2]) if node not in path]
         for tensor in found:
@@ -127,6 +127,28 @@ def test_windows_of_any_width_and_paths_of_any_length(length, width, implementat
         commit_nodes(nodes, held, windows, torch.tensor([2], device=DEVICE), paths_of([path], n))
     text = torch.cat([before[:, 2], inputs[:, path].mT], 2)
     assert torch.equal(windows[:, 2], text[..., -(width - 1) :])
+
+
+@by_each
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
+def test_what_comes_of_a_path_may_go_elsewhere(states, implementation):
+    """To the bit what a commit in place would leave; where it began stays as it is."""
+    shape, layers, n = Shape((2, 4), (16, 32), states=states), 2, 9
+    path = deepest(tree("deep", n, 4))
+    nodes, _, _ = step_of(shape, layers, 4, n)
+    rows, into = (torch.tensor(one, device=DEVICE) for one in ([5, 2, 4, 3], [6, 0, 1, 7]))
+    held, windows = memory(shape, layers, 8, {0, 2, 3, 4, 5})
+    here, window = held.clone(), windows.clone()
+    # one goes nowhere, one is longer than a window, one is short, and one has no node
+    index = paths_of([path, path, path[:2], []], n)
+    with using(implementation):
+        commit_nodes(nodes, held, windows, rows, index, into=into)
+        for now, then in ((held, here), (windows, window)):
+            assert torch.equal(now[:, [0, 2, 3, 4, 5]], then[:, [0, 2, 3, 4, 5]])
+            assert torch.isnan(now[:, 7]).all()
+        commit_nodes(nodes, here, window, rows, index)
+    for now, then in ((held, here), (windows, window)):
+        assert torch.equal(now[:, [6, 1]], then[:, [5, 4]])
 
 
 @by_each
