@@ -191,6 +191,29 @@ def _fence(original: Callable[..., Any], runner: Any, *args: Any, **options: Any
     return out
 
 
+def _without_snapshots(original: Callable[..., Any], pool: Any, *args: Any, **options: Any) -> None:
+    """Allocate no state per node where steps verify trees from the committed state."""
+    from sglang.srt.server_args import get_global_server_args
+
+    if get_global_server_args().speculative_algorithm in names.STEPS:
+        options["speculative_num_draft_tokens"] = None
+    original(pool, *args, **options)
+
+
+def _without_room_for_snapshots(original: Callable[..., Any], runner: Any, rest: float) -> float:
+    """Leave the memory that such states would take to keys, values and texts' own states."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    known = runner.spec_algorithm
+    if runner.server_args.speculative_algorithm in names.STEPS:
+        runner.spec_algorithm = SpeculativeAlgorithm.NONE
+    try:
+        left: float = original(runner, rest)
+    finally:
+        runner.spec_algorithm = known
+    return left
+
+
 HOOKS: dict[str, Callable[..., Any]] = {
     names.CREATE: _create,
     f"{names.WORKER}._capture_cuda_graphs": _capture,
@@ -201,4 +224,6 @@ OLD_HOOKS: dict[str, Callable[..., Any]] = {
     f"{names.WORKER}.init_attention_backend": _choose_masks,
     f"{names.DECODE}.execute": _fence,
     f"{names.EXTEND}.execute": _fence,
+    f"{names.STATES}.__init__": _without_snapshots,
+    f"{names.RUNNER}.handle_max_mamba_cache": _without_room_for_snapshots,
 }

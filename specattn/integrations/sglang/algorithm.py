@@ -39,6 +39,8 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "enable_custom_logit_processor": (False,),
     "enable_return_hidden_states": (False,),
     "enable_deterministic_inference": (False,),
+    "enable_linear_replayssm": (False,),
+    "enable_int8_mamba_checkpoint": (False,),
     "disaggregation_mode": ("null",),
     "moe_a2a_backend": ("none", None),
     "pp_size": (1,),
@@ -48,6 +50,12 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "speculative_accept_threshold_single": (1.0,),
     "speculative_accept_threshold_acc": (1.0,),
 }
+#: Classes of targets whose checkpoints have an MTP layer, though their settings do not say so.
+MTP_TARGETS = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 #: Steps, topk and nodes where no option names them.
 DEFAULT = (3, 1, 4)
 #: Other trees of larger batches: ``24:3-1-4,64:2-1-3`` names steps, topk and nodes from 24 requests
@@ -218,7 +226,9 @@ def _head(server_args: Any) -> tuple[str | None, str | None]:
     args = server_args
     if args.speculative_draft_model_path is not None:
         return args.speculative_draft_model_path, args.speculative_draft_model_revision
-    if _config(args.model_path, args.revision).get("num_nextn_predict_layers"):
+    config = _config(args.model_path, args.revision)
+    named = config.get("architectures") or [""]
+    if config.get("num_nextn_predict_layers") or named[0] in MTP_TARGETS:
         return args.model_path, args.revision
     return None, None
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
 from specattn.attention import Attention, AttnConfig, KVScales, WindowPool
+from specattn.config import StateConfig
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang.names import ALGORITHM, DFLASH, EAGLE, NAME
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 #: Names another backend of specattn, for tests and comparisons.
 BACKEND_VARIABLE = "SPECATTN_SGLANG_BACKEND"
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
+#: The pool of a model of which some layers have states.
+HYBRID = "HybridLinearKVPool"
 PAGE_SIZES = (1, 16, 32, 64, 128)
 #: Layers whose tokens see what comes before; and, of a DFlash head's block, what follows.
 KINDS = (AttentionType.DECODER,)
@@ -41,9 +45,10 @@ def refusals(
     kinds : tuple of AttentionType
         What its layers may be.
     """
-    args, pool, found = runner.server_args, runner.token_to_kv_pool, []
-    if type(pool).__name__ not in pools:
-        found.append(f"KV pool {type(pool).__name__} (served: {', '.join(pools)})")
+    args, found = runner.server_args, []
+    for pool in pools_of(runner):
+        if type(pool).__name__ not in pools:
+            found.append(f"KV pool {type(pool).__name__} (served: {', '.join(pools)})")
     if runner.page_size not in PAGE_SIZES:
         found.append(f"page_size {runner.page_size} (served: {', '.join(map(str, PAGE_SIZES))})")
     if args.speculative_algorithm not in ALGORITHMS:
@@ -58,6 +63,13 @@ def refusals(
     for layer in attention_layers(runner):
         found += layer_refusals(layer, kinds)
     return list(dict.fromkeys(found))
+
+
+def pools_of(runner: Any) -> tuple[Any, ...]:
+    """Return a model's pool of keys and values, and what a hybrid one's has of them."""
+    pool = runner.token_to_kv_pool
+    inner = getattr(pool, "full_kv_pool", None)
+    return (pool,) if inner is None or type(pool).__name__ != HYBRID else (pool, inner)
 
 
 def layer_refusals(layer: Any, kinds: tuple[AttentionType, ...] = KINDS) -> list[str]:
@@ -95,6 +107,21 @@ def attention_layers(runner: Any) -> list[Any]:
     return layers
 
 
+def mixing_layers(runner: Any) -> list[Any]:
+    """Return the layers that have a state, in the model's order."""
+    return [module for module in _modules(runner) if isinstance(module, RadixLinearAttention)]
+
+
+def model_layers(runner: Any) -> list[Any]:
+    """Return the layers of both kinds, in the model's order."""
+    return sorted([*attention_layers(runner), *mixing_layers(runner)], key=_place)
+
+
+def _place(layer: Any) -> int:
+    place: int = layer.layer_id
+    return place
+
+
 def backend_name() -> str:
     """Return the backend that the environment chooses."""
     return os.environ.get(BACKEND_VARIABLE, "auto")
@@ -114,6 +141,67 @@ def layer_config(runner: Any, layer: Any) -> AttnConfig:
         logit_cap=layer.logit_cap,
         latent=runner.use_mla_backend,
     )
+
+
+def state_config(runner: Any, layer: Any) -> StateConfig:
+    """Return the geometry of a layer's states on this rank.
+
+    Raises
+    ------
+    ValueError
+        If its numbers describe no layer that is served.
+    """
+    held = runner.req_to_token_pool.mamba_pool.mamba_cache
+    return StateConfig(
+        layer.num_k_heads,
+        layer.num_v_heads,
+        layer.head_k_dim,
+        layer.head_v_dim,
+        conv_width=layer.conv_weights.shape[-1],
+        dtype=held.conv[0].dtype,
+        state_dtype=held.temporal.dtype,
+    )
+
+
+def config_of(runner: Any, layer: Any) -> AttnConfig | StateConfig:
+    """Return the geometry of a layer of either kind."""
+    if isinstance(layer, RadixLinearAttention):
+        return state_config(runner, layer)
+    return layer_config(runner, layer)
+
+
+def state_refusals(runner: Any) -> list[str]:
+    """Say what of layers with states a step does not serve."""
+    layers, found = mixing_layers(runner), []
+    if not layers:
+        other = runner.mambaish_config
+        # a draft has no such layers, though its target may
+        return [] if other is None or runner.is_draft_worker else [_unknown(other)]
+    if runner.hybrid_gdn_config is None:
+        return [_unknown(runner.mambaish_config)]
+    for layer in layers:
+        if layer.num_q_heads != layer.num_k_heads or layer.head_q_dim != layer.head_k_dim:
+            found.append("layers with states whose queries and keys have other heads")
+        if layer.bias is not None or layer.activation not in ("silu", "swish"):
+            found.append("short convolutions with a bias, or another activation than SiLU")
+        try:
+            state_config(runner, layer)
+        except ValueError as error:
+            found.append(f"layers with states: {error}")
+    kind, held = runner.dtype, runner.req_to_token_pool.mamba_pool.mamba_cache
+    if held.conv[0].dtype != kind:
+        found.append(
+            f"windows of {held.conv[0].dtype} beside a model of {kind} "
+            f"(SGLANG_MAMBA_CONV_DTYPE={str(kind).removeprefix('torch.')})"
+        )
+    if not (held.conv[0].is_contiguous() and held.temporal.is_contiguous()):
+        found.append("states in pages (enable_page_major_kv_layout)")
+    return list(dict.fromkeys(found))
+
+
+def _unknown(config: Any) -> str:
+    kind = getattr(config, "model_type", type(config).__name__)
+    return f"layers with states other than Gated DeltaNet ({kind})"
 
 
 def cached(runner: Any, layer: Any) -> tuple[AttnConfig, Tensor, Tensor | None, KVScales | None]:

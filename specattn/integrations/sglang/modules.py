@@ -19,13 +19,18 @@ from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftI
 
 from specattn.attention import Layer
 from specattn.batch import Phase
-from specattn.cache.kv_pool import KVPool
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang.algorithm import QUANTIZATION_VARIABLE, draft_quantization
 from specattn.integrations.sglang.backend import LayerBackend
 from specattn.integrations.sglang.fused import fused_block_head, fused_head, fused_target
-from specattn.integrations.sglang.layers import attention_layers, cached, layer_config
+from specattn.integrations.sglang.layers import (
+    attention_layers,
+    config_of,
+    layer_config,
+    model_layers,
+)
 from specattn.integrations.sglang.names import ALGORITHM
+from specattn.kernels.gated_delta import LayerParts, LayerWeights
 from specattn.speculative.model import DraftOutput, TargetOutput
 
 if TYPE_CHECKING:
@@ -52,16 +57,46 @@ MODES = {
 SELECTS = any(field.name == "select_index" for field in fields(EagleDraftExtendInput))
 
 
-def kv_pool(runner: Any) -> KVPool:
-    """Return SGLang's pool of a model; nothing is copied."""
-    found = [cached(runner, layer) for layer in attention_layers(runner)]
-    configs, keys, values, scales = zip(*found, strict=True)
-    return KVPool.from_external(
-        configs,
-        keys,
-        None if configs[0].latent else values,
-        scales=scales if scales[0] else None,
-    )
+class StepBackend(LayerBackend):
+    """Attention and mixing as SGLang calls them per layer, over a step's plans.
+
+    Parameters
+    ----------
+    runner, layer_of
+        As in `LayerBackend`.
+    place_of : callable
+        Maps one of SGLang's layers to its place in the model.
+    """
+
+    def __init__(
+        self, runner: Any, layer_of: Callable[[Any], Layer], place_of: Callable[[Any], int]
+    ) -> None:
+        super().__init__(runner, layer_of)
+        self._place_of = place_of
+
+    def forward(
+        self,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        layer: Any = None,
+        *args: Any,
+        mixed_qkv: Tensor | None = None,
+        a: Tensor | None = None,
+        b: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Attend; or mix what a layer with a state projects."""
+        if mixed_qkv is None:
+            attended: Tensor = super().forward(q, k, v, layer, *args, **options)
+            return attended
+        forward = self.forward_metadata
+        assert forward is not None
+        assert a is not None
+        assert b is not None
+        weights = LayerWeights(layer.conv_weights, layer.A_log, layer.dt_bias)
+        parts = LayerParts(mixed_qkv[None], b[None], a[None])
+        return forward.mix(self._place_of(layer), parts, weights)
 
 
 class SGLangModel:
@@ -75,19 +110,23 @@ class SGLangModel:
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        layers = attention_layers(runner)
-        self.layers = tuple(layer_config(runner, layer) for layer in layers)
+        layers = model_layers(runner)
+        self.layers = tuple(config_of(runner, layer) for layer in layers)
         self.device, self.dtype = torch.device(runner.device), runner.dtype
         self._index = {layer.layer_id: at for at, layer in enumerate(layers)}
-        self._attention = LayerBackend(runner, self._layer_of)
+        self._attention = StepBackend(runner, self._layer_of, self._place_of)
 
     def _layer_of(self, layer: Any) -> Layer:
         """Return SGLang's ``layer`` as one of the forward that runs."""
         forward = self._attention.forward_metadata
         assert forward is not None
-        found = forward.layers[self._index[layer.layer_id]]
+        found = forward.layers[self._place_of(layer)]
         assert isinstance(found, Layer)
         return found
+
+    def _place_of(self, layer: Any) -> int:
+        """Return SGLang's ``layer``'s place in the model."""
+        return self._index[layer.layer_id]
 
     def _run(
         self,

@@ -13,6 +13,8 @@ NAME, ALGORITHM = "specattn", "SPECATTN"
 EAGLE = "SPECATTN_EAGLE"
 #: What it becomes where the draft is a DFlash head.
 DFLASH = "SPECATTN_DFLASH"
+#: All names of the algorithm.
+STEPS = (ALGORITHM, EAGLE, DFLASH)
 #: The releases that the tests run with. Those between differ in what the plug-in uses.
 OLD, NEW = (0, 5, 15), (0, 5, 23)
 
@@ -29,6 +31,7 @@ ARGUMENTS = "sglang.srt.arg_groups.speculative_hook._handle_eagle_family"
 DECODE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 SPEC = "sglang.srt.runtime_context.get_spec"
 MAP = f"{MANAGERS}.overlap_utils.FutureMap"
+STATES = "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool"
 
 # Listed is what would be missed in silence, as hooks and methods that are replaced are, or what few
 # requests need. What is missing elsewhere ends the start, with SGLang's first request, by itself.
@@ -50,6 +53,8 @@ OF_RELEASE: dict[tuple[int, ...], dict[str, tuple[str, ...]]] = {
         f"{WORKER}.init_attention_backend": (),
         f"{DECODE}.execute": ("forward_batch",),
         f"{EXTEND}.execute": ("forward_batch",),
+        f"{STATES}.__init__": ("speculative_num_draft_tokens",),
+        f"{RUNNER}.handle_max_mamba_cache": ("total_rest_memory",),
     },
     NEW: {
         SPEC: (),

@@ -29,9 +29,17 @@ from specattn.engine.configs import powers_of_two
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang import simulated
 from specattn.integrations.sglang.algorithm import TREES_VARIABLE, tree_config
-from specattn.integrations.sglang.layers import BLOCK_KINDS, KINDS, backend_name, refusals
-from specattn.integrations.sglang.modules import kv_pool, step_models
-from specattn.integrations.sglang.names import ALGORITHM
+from specattn.integrations.sglang.layers import (
+    BLOCK_KINDS,
+    HYBRID,
+    KINDS,
+    backend_name,
+    refusals,
+    state_refusals,
+)
+from specattn.integrations.sglang.memory import HybridMemory, memory_of
+from specattn.integrations.sglang.modules import step_models
+from specattn.integrations.sglang.names import ALGORITHM, OLD, release
 from specattn.integrations.sglang.processed import (
     Processed,
     TreeGrammar,
@@ -58,6 +66,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+if release() == OLD:
+    POOLS = (*POOLS, HYBRID)
 #: What the names of classes of heads have in them; other drafts are whole models.
 HEADS = ("Eagle", "MTP", "NextN", "DFlash")
 MIB = 2**20
@@ -76,6 +86,7 @@ def model_refusals(target: Any, draft: Any, *, blocks: bool = False) -> list[str
     kinds = BLOCK_KINDS if blocks else KINDS
     found = [f"target: {reason}" for reason in refusals(target, POOLS)]
     found += [f"draft: {reason}" for reason in refusals(draft, POOLS, kinds)]
+    found += [f"target: {reason}" for reason in state_refusals(target)]
     if target.model_config.is_multimodal:
         found.append("target: multimodal inputs")
     kind = type(draft.model).__name__
@@ -139,7 +150,7 @@ class Steps:
         block = None if blocks is None else blocks.block
         configs = [tree_config(tree, block, **sizes) for tree in trees.values()]
         models = step_models(target, draft, target_ids, blocks)
-        pools = kv_pool(target), kv_pool(draft)
+        pools = memory_of(target), memory_of(draft)
         # SGLang has reserved slots for whatever it decodes
         reserved = torch.full_like(req_to_token[:, 0], width).contiguous()
         num_slots = pools[0].num_slots // page * page
@@ -154,7 +165,13 @@ class Steps:
             accept=simulated.asked() or accept,
             capturing=partial(_capturing, records),
         )
-        self.states = setup.states
+        self.states, self._memory = setup.states, pools[0]
+        if isinstance(pools[0], HybridMemory) and target.server_args.enable_mamba_extra_buffer():
+            pools[0].follow(
+                self.states.seq_lens,
+                target.server_args.mamba_track_interval,
+                target.req_to_token_pool.req_index_to_mamba_ping_pong_track_buffer_mapping,
+            )
         # SGLang writes that many columns past a text, whether or not a row has them
         self.longest = width - (get_alloc_reserve_per_decode() + page - 1)
         self.vocab_size, self.target_ids = models[0].vocab_size, target_ids
@@ -235,6 +252,8 @@ class Steps:
         Tokens and their numbers are the host's pinned memory, which the step itself writes.
         """
         rows = batch.req_pool_indices_cpu.tolist()
+        if isinstance(self._memory, HybridMemory):
+            self._memory.take_turns(rows, batch.reqs)
         processed = self.processed is not None and self.processed.among(rows)
         level = Level.GREEDY if batch.sampling_info.is_all_greedy else Level.SAMPLED
         level = Level.PROCESSED if processed else level

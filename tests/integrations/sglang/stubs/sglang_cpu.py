@@ -40,6 +40,12 @@ def register():
         module = import_module(name)
         module._is_cpu, module._is_xpu = False, True
 
+    # prompts of layers with states, whose operators are sgl_kernel's
+    if release() == (0, 5, 15):
+        from tests.integrations.sglang import delta
+
+        delta.supply()
+
     # xgrammar's own, which SGLang calls on no CPU
     grammars = import_module("sglang.srt.constrained.xgrammar_backend")
     xgrammar = import_module("xgrammar")
