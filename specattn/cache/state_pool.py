@@ -148,15 +148,10 @@ class StatePool(ReadOnly):
         one, size = self._one, (len(self.layers), batch, count)
         new = self.windows.new_zeros
         k_shape, v_shape = (one.num_k_heads, one.head_k_dim), (one.num_v_heads, one.head_v_dim)
-        gates = [new(*size, one.num_v_heads, dtype=torch.float32) for _ in range(2)]
+        g, beta = (new(*size, one.num_v_heads, dtype=torch.float32) for _ in range(2))
         places = None if self.places is None else new(batch, dtype=torch.int64)
-        return Nodes(
-            new(*size, one.conv_channels),
-            new(*size, *k_shape),
-            new(*size, *v_shape),
-            *gates,
-            places,
-        )
+        inputs = new(*size, one.conv_channels)
+        return Nodes(inputs, new(*size, *k_shape), new(*size, *v_shape), g, beta, places)
 
     def verify(  # noqa: PLR0913 - a forward, as its operations take it
         self,

@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput
 
-from specattn.attention import Layer
+from specattn.attention import AttnConfig, Layer
 from specattn.batch import Phase
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang.algorithm import QUANTIZATION_VARIABLE, draft_quantization
@@ -74,28 +74,16 @@ class StepBackend(LayerBackend):
         super().__init__(runner, layer_of)
         self._place_of = place_of
 
-    def forward(
-        self,
-        q: Tensor | None = None,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        layer: Any = None,
-        *args: Any,
-        mixed_qkv: Tensor | None = None,
-        a: Tensor | None = None,
-        b: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def forward(self, *args: Any, **options: Any) -> Tensor:
         """Attend; or mix what a layer with a state projects."""
-        if mixed_qkv is None:
-            attended: Tensor = super().forward(q, k, v, layer, *args, **options)
+        mixed, forward = options.get("mixed_qkv"), self.forward_metadata
+        if mixed is None:
+            attended: Tensor = super().forward(*args, **options)
             return attended
-        forward = self.forward_metadata
         assert forward is not None
-        assert a is not None
-        assert b is not None
+        layer = options["layer"]
         weights = LayerWeights(layer.conv_weights, layer.A_log, layer.dt_bias)
-        parts = LayerParts(mixed_qkv[None], b[None], a[None])
+        parts = LayerParts(mixed[None], options["b"][None], options["a"][None])
         return forward.mix(self._place_of(layer), parts, weights)
 
 
@@ -112,6 +100,7 @@ class SGLangModel:
         self.runner = runner
         layers = model_layers(runner)
         self.layers = tuple(config_of(runner, layer) for layer in layers)
+        self.attending = tuple(one for one in self.layers if isinstance(one, AttnConfig))
         self.device, self.dtype = torch.device(runner.device), runner.dtype
         self._index = {layer.layer_id: at for at, layer in enumerate(layers)}
         self._attention = StepBackend(runner, self._layer_of, self._place_of)
@@ -150,6 +139,8 @@ class SGLangModel:
             spec_info=spec_info,
             spec_algorithm=self.runner.spec_algorithm,
             capture_hidden_mode=hidden,
+            # those of a text are alike on all axes
+            mrope_positions=positions.expand(3, -1),
         )
         self._attention.forward_metadata = attend
         with forward_context(ForwardContext(attn_backend=self._attention)):
@@ -255,7 +246,7 @@ def step_models(
     fuse_target = partial(
         fused_target,
         target.model,
-        modules.layers,
+        modules.attending,
         max_context_len=modules.max_context_len,
         eos_token_ids=modules.eos_token_ids,
     )
@@ -265,7 +256,7 @@ def step_models(
         return _fused("target", fuse_target, modules), drafts
     kind, head = draft_quantization(), SGLangDraft(draft, target_ids)
     fuse_head = partial(
-        fused_head, draft.model, head.layers, target_ids=target_ids, quantization=kind
+        fused_head, draft.model, head.attending, target_ids=target_ids, quantization=kind
     )
     models = _fused("target", fuse_target, modules), _fused("head", fuse_head, head)
     if kind is not None:

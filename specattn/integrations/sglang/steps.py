@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+POOLS: tuple[str, ...] = ("MHATokenToKVPool", "MLATokenToKVPool")
 if release() == OLD:
     POOLS = (*POOLS, HYBRID)
 #: What the names of classes of heads have in them; other drafts are whole models.

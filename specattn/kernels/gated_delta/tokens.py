@@ -131,7 +131,8 @@ class Nodes:
     def bind(self, batch: int) -> Self:
         """Return views of the first ``batch`` requests."""
         places = None if self.places is None else self.places[:batch]
-        return type(self)(*(one[:, :batch] for one in self._of_layers), places)
+        inputs, k, v, g, beta = (one[:, :batch] for one in self._of_layers)
+        return type(self)(inputs, k, v, g, beta, places)
 
     def layer(self, index: int) -> tuple[Tensor, Tokens]:
         """Return a layer's inputs ``[T, C]`` and tokens, with room for queries."""

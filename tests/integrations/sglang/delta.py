@@ -1,4 +1,4 @@
-"""Gated DeltaNet over prompts as SGLang's backend calls it, in torch: a CPU has none of its kernels.
+"""Gated DeltaNet over prompts as SGLang's backend calls it, in torch, for a CPU.
 
 The plug-in of tests puts these functions in place of SGLang's operators. They compute token by
 token, so that what they leave is what one-token decoding would.
@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.nn.functional import normalize, silu, softplus
+from torch.nn.functional import normalize, rms_norm, silu, softplus
 
 
 #: Tokens of a chunk, after each of which SGLang's kernel keeps a state.
@@ -60,6 +60,24 @@ def rule(*, q, k, v, g, beta, initial_state, cu_seqlens, initial_state_indices, 
     return out, None, torch.stack(chunks)[None]
 
 
+def norm_heads(q, k, q_weight, k_weight, eps, size):
+    """Norm queries and keys ``[T, heads * size]``, head by head."""
+    return tuple(
+        rms_norm(x.unflatten(-1, (-1, size)), [size], 1 + weight, eps)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+
+
+def prepare(self, positions, hidden_states):
+    """Return queries, keys, values and gates by the module's own path for other devices."""
+    return self.forward_prepare_native(positions=positions, hidden_states=hidden_states)
+
+
+def gate(x, gates, inplace=True):
+    """Gate what attention gives."""
+    return x * gates.reshape(x.shape).sigmoid()
+
+
 def supply() -> None:
     """Put the functions where SGLang's modules look for them."""
     from tests.integrations.sglang import operators  # noqa: F401 - names that are looked up
@@ -68,6 +86,11 @@ def supply() -> None:
     backend = import_module(f"{room}.gdn_backend")
     backend.causal_conv1d_fn, backend.fused_gdn_gating = convolve, gates
     import_module(f"{room}.kernels.gdn_triton").chunk_gated_delta_rule = rule
+    models = import_module("sglang.srt.models.qwen3_5")
+    models.fused_qk_gemma_rmsnorm, models.fused_sigmoid_mul = norm_heads, gate
+    models.Qwen3_5AttentionDecoderLayer.forward_prepare_fused_gate = prepare
+    norms = import_module("sglang.srt.layers.attention.fla.layernorm_gated")
+    norms._get_sm_count = lambda device: 1
     # it wants a device that has the kernels
     arguments = import_module("sglang.srt.server_args").ServerArgs
     arguments._validate_mamba_extra_buffer = lambda *args: None

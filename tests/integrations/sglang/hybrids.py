@@ -36,6 +36,23 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+ROTATION = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+#: SGLang makes the tower; nothing asks for it.
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [],
+}
 LONG = [2 + (3 * at * at + at) % 89 for at in range(44)]
 #: The third comes in two pieces.
 PROMPTS = ([5, 9, 33], [7, 7, 8, 20, 41, 2], LONG, [12, 2, 3, 4, 5, 6, 7], LONG[:21])
@@ -54,19 +71,19 @@ def longer(texts: list[list[int]]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Steps, topk and nodes, options of SGLang's, ``fused`` as in `steps_engine`, and the target."""
+    """Steps, topk and nodes, options of SGLang's, and the target's type."""
 
     tree: tuple[int, int, int]
     options: dict[str, Any] = field(default_factory=dict)
-    fused: str = "1"
     kind: str = "qwen3_next"
 
 
 #: States stay where a request has them, until it ends; steps wait for each other.
 NO_BUFFER = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
 SETTINGS = {
-    "chain": Setting((3, 1, 4), NO_BUFFER, fused="0"),
+    "chain": Setting((3, 1, 4), NO_BUFFER),
     "tree": Setting((3, 3, 8), NO_BUFFER),
+    "qwen3.5": Setting((3, 3, 8), NO_BUFFER | {"enable_multimodal": False}, kind="qwen3_5_text"),
     "checkpoints": Setting(
         (3, 3, 8),
         {
@@ -84,7 +101,8 @@ def write(kind: str, folder: Path) -> Any:
     import torch
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(kind, **SIZES | ENDS | LAYERS | EXPERTS)
+    sizes = SIZES | ENDS | LAYERS | {"rope_parameters": ROTATION}
+    config = AutoConfig.for_model(kind, **sizes | (EXPERTS if kind == "qwen3_next" else {}))
     model = random_model(config)
     weights = dict(model.state_dict())
     last = "model.layers.3."
@@ -99,9 +117,24 @@ def write(kind: str, folder: Path) -> Any:
         "mtp.pre_fc_norm_hidden.weight": torch.zeros(64),
         "mtp.norm.weight": torch.zeros(64),
     }
-    named = {"architectures": ["Qwen3NextForCausalLM"], "full_attention_interval": 2}
-    named |= {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-    store(folder, dict(_experts(weights)), config.to_dict() | named)
+    settings = config.to_dict() | {"full_attention_interval": 2, "partial_rotary_factor": 0.25}
+    if kind == "qwen3_next":
+        named = {"architectures": ["Qwen3NextForCausalLM"]}
+        store(folder, dict(_experts(weights)), settings | named)
+        return model
+    named = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": settings,
+        "vision_config": VISION,
+    }
+    weights = {
+        name.replace("model.layers.", "model.language_model.layers."): one
+        for name, one in weights.items()
+    }
+    for name in ("embed_tokens.weight", "norm.weight"):
+        weights[f"model.language_model.{name}"] = weights.pop(f"model.{name}")
+    store(folder, weights, named | {"tie_word_embeddings": False})
     return model
 
 
@@ -150,7 +183,6 @@ def main(name: str, folder: str) -> None:
     setting = SETTINGS[name]
     # SGLang wants a core named for each rank where they share a memory node
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0"
-    os.environ["SPECATTN_SGLANG_FUSED"] = setting.fused
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
     engine = sglang.Engine(**options(setting, folder))
     try:
