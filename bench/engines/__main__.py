@@ -3,16 +3,19 @@
 SGLang runs with its own attention, with ours (side ``specattn``), and with our whole steps (sides
 ``steps`` and ``fused``: ``--speculative-algorithm SPECATTN``, over its modules and fused).
 
-A Llama of 8B and its EAGLE-3 head, in the setting ``block`` a DFlash head, random weights, and
-every step made to gain the same number of tokens. With ``--smoke`` everything starts once, with a
-short model, and the tokens of the shipped pair are compared, which nothing is forced for.
+A Llama of 8B and its EAGLE-3 head, in the setting ``block`` a DFlash head, in ``mtp-chain`` and
+``mtp-tree`` a Qwen3.5 of 9B and its MTP layer (SGLang's NEXTN beside our steps). Weights are random,
+and every step is made to gain the same number of tokens. With ``--smoke`` everything starts once,
+with a short model, and the tokens of the shipped pair are compared, which nothing is forced for.
 ``--weights`` has a target of FP8 weights, in blocks or by channels. It needs a GPU and SGLang
-0.5.15; `make_bundle` packs that for a machine without a package index.
+0.5.15; `make_bundle` packs that for a machine without a package index (``--hybrids`` for the last
+two settings with FA3).
 
     python -m bench.engines --smoke --together 6 --seconds 180 --out FOLDER
     python -m bench.engines --together 2 --seconds 400 --out FOLDER
     python -m bench.engines --weights fp8 --sides fa3,fused,own --settings tree \\
         --places 16x4096,1x4096 --out FOLDER
+    python -m bench.engines --settings mtp-chain,mtp-tree --out FOLDER
     python -m bench.engines --table FOLDER/engines.jsonl
 """
 
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="folder of results and logs")
     parser.add_argument("--seconds", type=float, default=400.0, help="what all may take")
     parser.add_argument("--sides", default="", help=", ".join(report.SIDES))
-    parser.add_argument("--settings", default="", help="tree, chain, block")
+    parser.add_argument("--settings", default="", help=", ".join(cells.SETTINGS))
     parser.add_argument("--together", type=int, default=1, help="processes that start together")
     parser.add_argument(
         "--tp", type=int, default=1, help="GPUs that SGLang takes; at 1 and 16 x 4k"

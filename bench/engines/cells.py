@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 
 #: A best-first tree over the block of a DFlash head, and the tokens of such a block.
 BLOCK, BLOCK_SIZE = "block", 8
+#: What a hybrid target's own MTP layer drafts, inside SGLang alone.
+MTP = ("mtp-chain", "mtp-tree")
 #: Steps, topk and nodes, as SGLang names them, and the tokens that every step is made to gain.
 SETTINGS = {
     "plain": (0, 1, 1, 1),
     "chain": (3, 1, 4, 3),
     "tree": (4, 5, 16, 4),
     BLOCK: (BLOCK_SIZE - 1, 8, 16, 4),
+    MTP[0]: (3, 1, 4, 3),
+    MTP[1]: (3, 3, 8, 3),
 }
 #: Batch and context, the most telling first.
 PLACES = ((16, 4096), (1, 32768), (1, 4096), (64, 4096))
@@ -28,6 +32,48 @@ OWN = "own"
 #: SGLang with whole steps of ours over its modules, and with forwards fused over its weights;
 #: prompts by its best backend.
 STEPS, FUSED = "steps", "fused"
+#: Every fourth of the 32 layers of Qwen3.5-9B attends; the sizes of its text model.
+INTERVAL = 4
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "full_attention_interval": INTERVAL,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "mtp_num_hidden_layers": 1,
+    "mamba_ssm_dtype": "float32",
+    "dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+}
+#: SGLang makes the tower of such a model, and nothing here asks for it.
+TOWER = {
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 4096,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [],
+}
 #: One of `bench.step_world.shapes`, and its longest context.
 MODEL, LONGEST = "Llama-3.1-8B", 131072
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -130,7 +176,9 @@ def bench_jobs() -> list[Job]:
         for side in ("fa3", "specattn", STEPS, FUSED, OWN, "triton")
     ]
     jobs += [Job("flashinfer", setting, PLACES[:2]) for setting in ("tree", "chain")]
-    return jobs + [Job(side, BLOCK) for side in (STEPS, FUSED, OWN)]
+    jobs += [Job(side, BLOCK) for side in (STEPS, FUSED, OWN)]
+    few = ((1, 4096), (16, 4096))
+    return jobs + [Job(side, one, few) for one in MTP for side in ("fa3", STEPS, "triton")]
 
 
 def smoke_jobs() -> list[Job]:
@@ -139,6 +187,7 @@ def smoke_jobs() -> list[Job]:
     short = [(side, "tree") for side in (FUSED, STEPS, "specattn", "fa3", OWN, "triton")]
     short += [(side, "chain") for side in (FUSED, "specattn", "fa3")]
     short += [("specattn", "plain"), (FUSED, BLOCK), (OWN, BLOCK)]
+    short += [(side, one) for one in MTP for side in (STEPS, "triton")]
     told = [("triton", "plain")]
     told += [(side, "tree") for side in (FUSED, STEPS, "specattn", "fa3", "triton")]
     told += [(side, "chain") for side in (FUSED, "specattn")]
@@ -158,10 +207,33 @@ def write_models(
     """
     from bench.step_world import shapes
 
+    if setting in MTP:
+        return (write_hybrid(folder, layers),) * 2
     shape = shapes(LONGEST, layers)[MODEL]
     if weights:
         shape.target.quantization_config = QUANTISED[weights]
     return write_shape(shape, folder, setting)
+
+
+def write_hybrid(folder: Path, layers: int) -> Path:
+    """Write the configuration of a hybrid target with an MTP layer; returns its folder."""
+    kinds = ["linear_attention"] * (INTERVAL - 1) + ["full_attention"]
+    text = {
+        "num_hidden_layers": layers,
+        "layer_types": kinds * (layers // INTERVAL),
+        "max_position_embeddings": LONGEST,
+    }
+    found = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": HYBRID | text,
+        "vision_config": TOWER,
+        "tie_word_embeddings": False,
+    }
+    target = folder / "hybrid"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(found, indent=1))
+    return target
 
 
 def write_shape(shape: Shape, folder: Path, setting: str = "tree") -> tuple[Path, Path]:

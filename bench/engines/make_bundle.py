@@ -2,12 +2,12 @@
 
 The machine has CUDA 13, Python 3.12, the torch and Triton that the release pins (2.11 and 3.6 for
 SGLang 0.5.15, 2.14.1 and 3.8 for 0.5.23), transformers, and nothing else of SGLang's. What is
-packed starts its engine with Llama models, EAGLE-3 heads and the pair that comes with this library:
-SGLang itself, the packages it imports at start, its CUDA kernels for SM90 alone, and the kernels
-that it would otherwise compile at first use. Run it with Python 3.12, that torch, its torchvision,
-Triton, transformers, what SGLang imports while its kernels are built (aiohttp, ninja, nvidia-ml-py,
-psutil, requests, and what these require), and CUDA 13's ``nvcc``, ``gcc`` and ``readelf``; no GPU
-is needed. What `NEEDS` and a release name is fetched.
+packed starts its engine with Llama models, EAGLE-3 heads, Qwen3.5 and its MTP layer, and the pair
+that comes with this library: SGLang itself, the packages it imports at start, its CUDA kernels for
+SM90 alone, and the kernels that it would otherwise compile at first use. Run it with Python 3.12,
+that torch, its torchvision, Triton, transformers, what SGLang imports while its kernels are built
+(aiohttp, ninja, nvidia-ml-py, psutil, requests, and what these require), and CUDA 13's ``nvcc``,
+``gcc`` and ``readelf``; no GPU is needed. What `NEEDS` and a release name is fetched.
 
     python bench/engines/make_bundle.py --out FOLDER [--sglang 0.5.23]
 
@@ -198,6 +198,9 @@ RELEASES = {
                 *("__init__.py", "registry.py", "utils.py"),
                 *("llama.py", "llama_eagle.py", "llama_eagle3.py"),
                 *("dflash.py", "qwen2.py", "qwen3.py", "deepseek_common"),
+                # of hybrid targets, with what they import
+                *("qwen2_moe.py", "qwen3_5.py", "qwen3_5_mtp.py"),
+                *("qwen3_next.py", "qwen3_next_mtp.py", "qwen3_vl.py"),
             )
         ),
         stubs={
@@ -352,8 +355,11 @@ def entries(body: bytes) -> Iterator[tuple[bytes, int]]:
         at += header + size
 
 
-def sglang(release: Release, site: Path, wheels: Path) -> None:
-    """Unpack SGLang, its kernels and FlashInfer, without what the engine does not touch."""
+def sglang(release: Release, site: Path, wheels: Path, *, large: bool = False) -> None:
+    """Unpack SGLang, its kernels and FlashInfer, without what the engine does not touch.
+
+    ``large`` keeps FA3's kernels of all head sizes.
+    """
     root = site / "sglang"
     for name in release.wheels:
         unpack(wheel(release, name, wheels), site, *release.drop, *KERNEL_DROP, "triton_kernels")
@@ -370,7 +376,10 @@ def sglang(release: Release, site: Path, wheels: Path) -> None:
         path.write_text(again)
     ops = site / "sgl_kernel"
     keep_images(ops / "sm90" / "common_ops.abi3.so")
-    keep_images(ops / "flash_ops.abi3.so", FA3_KEPT, FA3_IMAGES)
+    if large:
+        keep_images(ops / "flash_ops.abi3.so")
+    else:
+        keep_images(ops / "flash_ops.abi3.so", FA3_KEPT, FA3_IMAGES)
 
 
 def wheel(release: Release, name: str, wheels: Path) -> Path:
@@ -468,6 +477,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sglang", choices=RELEASES, default="0.5.15")
     parser.add_argument("--part-mib", type=int, default=58)
+    parser.add_argument(
+        "--hybrids", action="store_true", help="FA3 for heads of 256, too, which is larger"
+    )
     options = parser.parse_args()
     release, home = RELEASES[options.sglang], CACHE / options.sglang
     if not torch.__version__.startswith(release.torch):
@@ -479,7 +491,7 @@ def main() -> None:
     site.mkdir(parents=True)
     for requirement in (*NEEDS, *release.needs):
         unpack(download(requirement, wheels), site)
-    sglang(release, site, wheels)
+    sglang(release, site, wheels, large=options.hybrids)
     for name, text in (STUBS | release.stubs).items():
         (site / name).parent.mkdir(exist_ok=True)
         (site / name).write_text(text)

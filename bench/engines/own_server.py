@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoTokenizer
 
-from bench.engines.cells import SETTINGS
+from bench.engines.cells import MTP, SETTINGS
 from bench.load.cells import SMALL, loader
 from bench.shipped import fitted
 from bench.step_forced import Forced
@@ -48,7 +48,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--head", type=Path)
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--setting", choices=SETTINGS, default="tree")
+    parser.add_argument("--setting", choices=[*SETTINGS.keys() - MTP], default="tree")
     parser.add_argument("--rows", type=int, required=True, help="most requests at once")
     parser.add_argument("--buckets", type=int, nargs="+", required=True, help="to capture")
     parser.add_argument("--context", type=int, required=True)

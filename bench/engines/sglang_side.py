@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.engines.cells import FUSED, SETTINGS, SPARE, STEPS, WARM, write_models
+from bench.engines.cells import FUSED, MTP, SETTINGS, SPARE, STEPS, WARM, write_models
 from bench.engines.decode_log import summary
 
 if TYPE_CHECKING:
@@ -71,9 +71,13 @@ def options(job: Job, models: tuple[Path, Path]) -> dict[str, Any]:
             "cuda_graph_bs_decode": sorted({batch for batch, _ in job.places}),
             "mem_fraction_static": 0.93,
         }
+    if job.setting in MTP:
+        # texts alone
+        found["enable_multimodal"] = False
     if steps:
+        theirs = "NEXTN" if job.setting in MTP else "EAGLE3"
         found |= {
-            "speculative_algorithm": "SPECATTN" if job.side in (STEPS, FUSED) else "EAGLE3",
+            "speculative_algorithm": "SPECATTN" if job.side in (STEPS, FUSED) else theirs,
             "speculative_draft_model_path": str(models[1]),
             "speculative_num_steps": steps,
             "speculative_eagle_topk": topk,

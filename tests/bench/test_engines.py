@@ -162,6 +162,23 @@ def test_models_are_written(tmp_path):
     assert [asked[f"speculative_{name}"] for name in names] == [7, 8, 16]
 
 
+@pytest.mark.parametrize("setting", cells.MTP)
+def test_a_hybrid_target_is_its_own_head(setting, tmp_path):
+    models = cells.write_models(tmp_path, 32, setting)
+    assert models[0] == models[1]
+    found = json.loads((models[0] / "config.json").read_text())
+    assert found["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    kinds = found["text_config"]["layer_types"]
+    assert (kinds.count("linear_attention"), kinds.count("full_attention")) == (24, 8)
+    theirs, ours = (options(Job(side, setting), models) for side in ("triton", STEPS))
+    assert (theirs["speculative_algorithm"], ours["speculative_algorithm"]) == ("NEXTN", "SPECATTN")
+    assert theirs["enable_multimodal"] is ours["enable_multimodal"] is False
+    assert {job.side for job in cells.bench_jobs() if job.setting == setting} == {
+        *("fa3", "triton"),
+        STEPS,
+    }
+
+
 def test_a_target_of_fp8_weights_is_written(tmp_path):
     """Its head keeps weights of 16 bits."""
     for weights, method in {"fp8": "fp8", "fp8-channel": "compressed-tensors"}.items():
