@@ -4,7 +4,7 @@ SGLang runs with its own attention, with ours (side ``specattn``), and with our 
 ``steps`` and ``fused``: ``--speculative-algorithm SPECATTN``, over its modules and fused).
 
 A Llama of 8B and its EAGLE-3 head, in the setting ``block`` a DFlash head, in ``mtp-chain`` and
-``mtp-tree`` a Qwen3.5 of 9B and its MTP layer (SGLang's NEXTN beside our steps). Weights are random,
+``mtp-tree`` a Qwen3.5 of 9B and its MTP layer (beside SGLang's NEXTN). Weights are random,
 and every step is made to gain the same number of tokens. With ``--smoke`` everything starts once,
 with a short model, and the tokens of the shipped pair are compared, which nothing is forced for.
 ``--weights`` has a target of FP8 weights, in blocks or by channels. It needs a GPU and SGLang

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.nn.functional import normalize, rms_norm, silu, softplus
 
-
 #: Tokens of a chunk, after each of which SGLang's kernel keeps a state.
 CHUNK = 64
 
