@@ -17,7 +17,12 @@ SHARED = {80: 163 * KB, 86: 99 * KB, 89: 99 * KB, 90: 227 * KB, 100: 227 * KB}
 # a few values around a loop, not an accumulator within it
 MOST_SPILLED = 512
 # they have nothing but e4m3, which SM80 does not know
-FLOAT8_ALONE = {"scale_rows_kernel", "add_norm_scale_kernel", "scaled_linear_kernel"}
+FLOAT8_ALONE = {
+    "scale_rows_kernel",
+    "gate_scale_kernel",
+    "add_norm_scale_kernel",
+    "scaled_linear_kernel",
+}
 # Triton makes the same of a kernel for SM89 as for SM86, but float8; tiles of attention alone
 # depend on what a multiprocessor has. A target takes a minute where no cache has it
 TARGETS = [

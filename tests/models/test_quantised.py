@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from specattn import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.errors import ModelError
-from specattn.kernels.fused.fp8 import scale_blocks, scale_channels
+from specattn.kernels.fused.fp8 import scale_blocks, scale_channels, scale_rows
 from specattn.models import FusedTarget, HFTarget, fuse, load_draft, load_lm_draft
 from specattn.models.fused import scaled
+from specattn.models.fused.block import GatedFeed
 from specattn.models.fused.projection import Projection
 from specattn.models.fused.readers import UnreadError, projection_of
 from specattn.models.fused.scaled import FORMATS, ScaledLinear, ScaledProjection, quantise
@@ -90,6 +91,22 @@ def test_every_method_of_a_projection(kind, bias) -> None:
     assert off(alone, x.double() @ plain.weight.double().T) < 6e-2
     lost = off(alone, x.double() @ weight_of(one).T)
     assert lost < 1e-3 if kind == "fp8-weights" else 1e-2 < lost < 6e-2
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("plain_gates", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_gates_quantise_for_the_product_that_follows(kind, plain_gates, monkeypatch) -> None:
+    """No launch of its own quantises what a quantised projection reads."""
+    gates, down = Projection(torch.randn(2 * OUT, IN) / 16), Projection(torch.randn(IN, OUT) / 16)
+    feed = GatedFeed(
+        gate_up=gates if plain_gates else quantise(gates, kind), down=quantise(down, kind)
+    )
+    x = torch.randn(TOKENS, IN)
+    want = feed.down.parts(feed.gate_up.gated(x))
+    rows = x if plain_gates else scale_rows(x, feed.rows_format)
+    monkeypatch.setattr(scaled, "scale_rows", None)
+    assert feed(rows).equal(want)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -192,8 +209,8 @@ def test_fused_and_unfused_compute_the_quantised_model(tiny, dense, family, kind
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_norms_are_quantised_in_their_launch(tiny, dense, kind, monkeypatch) -> None:
-    """What attention and gates leave is quantised by a launch each, norms by none."""
+def test_norms_and_gates_are_quantised_in_their_launch(tiny, dense, kind, monkeypatch) -> None:
+    """What attention leaves is quantised by a launch of its own, norms and gates by none."""
     seen = []
     scale_rows = scaled.scale_rows
     monkeypatch.setattr(scaled, "scale_rows", lambda x, how: seen.append(x) or scale_rows(x, how))
@@ -203,7 +220,7 @@ def test_norms_are_quantised_in_their_launch(tiny, dense, kind, monkeypatch) -> 
     seen.clear()
     ids, positions = torch.randint(1, 101, (LENGTH,)), torch.arange(LENGTH)
     target.forward(ids, positions, dense(target.layers).at(positions))
-    assert [x.shape[1] for x in seen] == [4 * 24, 200] * 4
+    assert [x.shape[1] for x in seen] == [4 * 24] * 4
 
 
 def generated(target: Any, draft: Any = None, *, steps: tuple[int, int, int] | None) -> list:

@@ -22,7 +22,7 @@ from torch.nn.functional import ScalingType, linear, pad, scaled_mm
 from specattn.config import FLOAT8
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.attention.tiles import DeviceLimits
-from specattn.kernels.fused import add_rms_norm, whole_rows
+from specattn.kernels.fused import add_partials, add_rms_norm, whole_rows
 from specattn.kernels.gluon_guard import gluon_ok
 from specattn.kernels.launch import cdiv, launch_options, power_of_2
 
@@ -181,19 +181,14 @@ def scale_rows(x: Tensor, how: RowsFormat) -> ScaledRows:
     values, scale = found.values, found.scale
     if _launches(x):
         if count:
-            span = _SPAN if groups > 1 else power_of_2(size)
-            launch.scale_rows_kernel[count, cdiv(size, span)](
+            constants, spans = _spans(size, how)
+            launch.scale_rows_kernel[count, spans](
                 x,
                 values,
                 scale,
                 x.stride(0),
                 values.stride(0),
-                SIZE=size,
-                SPAN=span,
-                GROUPS=span // BLOCK if groups > 1 else 1,
-                ALL_GROUPS=groups,
-                TERMS=terms,
-                num_warps=max(1, min(16, span // 256)),
+                **constants,
                 **launch_options(x.device),
             )
         return found
@@ -204,6 +199,46 @@ def scale_rows(x: Tensor, how: RowsFormat) -> ScaledRows:
     values[0, :count] = scaled.to(FLOAT8)
     if terms == 2:
         values[1, :count] = ((scaled - values[0, :count].float()) * TERM).to(FLOAT8)
+    return found
+
+
+def gated_scaled(partials: Tensor, how: RowsFormat, dtype: torch.dtype) -> ScaledRows:
+    """Return ``silu(gate) * up`` of a product's partials, quantised.
+
+    Parameters
+    ----------
+    partials : Tensor
+        ``[S, T, 2 N]``, gates first, dense in its last axis: what `add_partials` gates, rounds and
+        `scale_rows` quantises, here in one launch.
+    how : RowsFormat
+        How what multiplies the result takes it.
+    dtype : torch.dtype
+        What is quantised is rounded to it before.
+
+    Returns
+    -------
+    ScaledRows
+        ``[T, N]``.
+    """
+    if not _launches(partials):
+        return scale_rows(add_partials(partials, dtype, gated=True), how)
+    split, count, both = partials.shape
+    size = both // 2
+    found = _room(partials[0, :, :size], how, dtype)
+    if count:
+        constants, spans = _spans(size, how)
+        launch.gate_scale_kernel[count, spans](
+            partials,
+            # of the dtype that is rounded to, and never read
+            partials.new_empty(0, dtype=dtype),
+            found.values,
+            found.scale,
+            *partials.stride()[:2],
+            found.values.stride(0),
+            SPLIT=split,
+            **constants,
+            **launch_options(partials.device),
+        )
     return found
 
 
@@ -396,6 +431,20 @@ def _has_float8(device: torch.device) -> bool:
         torch.cuda.get_device_name(device),
     )
     return False
+
+
+def _spans(size: int, how: RowsFormat) -> tuple[dict[str, int], int]:
+    """Return the constants of quantisers, and a row's spans."""
+    span = _SPAN if how.groups > 1 else power_of_2(size)
+    constants = {
+        "SIZE": size,
+        "SPAN": span,
+        "GROUPS": span // BLOCK if how.groups > 1 else 1,
+        "ALL_GROUPS": how.groups,
+        "TERMS": how.terms,
+        "num_warps": max(1, min(16, span // 256)),
+    }
+    return constants, cdiv(size, span)
 
 
 def _room(like: Tensor, how: RowsFormat, dtype: torch.dtype) -> ScaledRows:

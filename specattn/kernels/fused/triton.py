@@ -25,6 +25,13 @@ def sum_partials(partials, at, ok, stride_partial, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def gate(partials, at, ok, stride_partial, SIZE: tl.constexpr, SPLIT: tl.constexpr):
+    """Gate values, which lie ``SIZE`` behind their gates at ``at``, by SiLU."""
+    x = sum_partials(partials, at, ok, stride_partial, SPLIT)
+    return x * tl.sigmoid(x) * sum_partials(partials, at + SIZE, ok, stride_partial, SPLIT)
+
+
+@triton.jit
 def _norm(x, weight, eps, SIZE: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
 
@@ -179,9 +186,10 @@ def add_partials_kernel(
     ok = column < SIZE
     enter(PDL)
     at = row * stride_row + column
-    x = sum_partials(partials, at, ok, stride_partial, SPLIT)
     if GATED:
-        x = x * tl.sigmoid(x) * sum_partials(partials, at + SIZE, ok, stride_partial, SPLIT)
+        x = gate(partials, at, ok, stride_partial, SIZE, SPLIT)
+    else:
+        x = sum_partials(partials, at, ok, stride_partial, SPLIT)
     tl.store(out + row * SIZE + column, x.to(out.dtype.element_ty), mask=ok)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specattn.kernels.fused.triton import add_and_norm, load_norms
+from specattn.kernels.fused.triton import add_and_norm, gate, load_norms
 from specattn.kernels.pdl import enter
 
 
@@ -71,6 +71,35 @@ def scale_rows_kernel(
     loaded = tl.load(x + row * stride_x + column, mask=column < SIZE, other=0.0).to(tl.float32)
     to = values, stride_term, scale
     _store_scaled(loaded, to, row, span, SIZE, SPAN, GROUPS, ALL_GROUPS, TERMS)
+
+
+@triton.jit
+def gate_scale_kernel(
+    partials,  # [SPLIT, T, 2, SIZE], gates first
+    like,  # a pointer of the dtype to round to, never read
+    values,  # [TERMS, P, SIZE], out
+    scale,  # [T, ALL_GROUPS] float32, out
+    stride_partial,
+    stride_row,
+    stride_term,
+    SIZE: tl.constexpr,
+    SPAN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL_GROUPS: tl.constexpr,
+    TERMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Gate SPAN columns of a row, and quantise them."""
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1)
+    column = span * SPAN + tl.arange(0, SPAN)  # [SPAN]
+    enter(PDL)
+    x = gate(partials, row * stride_row + column, column < SIZE, stride_partial, SIZE, SPLIT)
+    # quantised is what a product of plain weights would read
+    x = x.to(like.dtype.element_ty).to(tl.float32)
+    to = values, stride_term, scale
+    _store_scaled(x, to, row, span, SIZE, SPAN, GROUPS, ALL_GROUPS, TERMS)
 
 
 @triton.jit

@@ -134,7 +134,7 @@ class GatedFeed:
     def __call__(self, x: Any) -> Tensor:
         """Feed ``x [T, H]`` forward; returns ``parts [S, T, H]``."""
         if self.activation is None:
-            return self.down.parts(self.gate_up.gated(x))
+            return self.down.parts(self.gate_up.gated(x, self.down.rows_format))
         gate, up = self.gate_up.product(x).chunk(2, dim=-1)
         return self.down.parts(self.activation(gate) * up)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from specattn.kernels.fused import add_partials
+from specattn.kernels.fused.fp8 import gated_scaled
 from specattn.kernels.fused.stream import ready, stream_gated, stream_linear, streams
 from specattn.models.shards import own, shard_like, sum_over
 
@@ -92,18 +93,25 @@ class Projection:
             total = self.combine(total)
         return total if self.size is None else total[:, : self.size]
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Any, how: RowsFormat | None = None) -> Any:
         """Return ``silu(x gate) * (x up)``, ``[T, out / 2]``.
 
         The gates are the first rows.
+
+        Parameters
+        ----------
+        x : Tensor
+            ``[T, in]``.
+        how : RowsFormat, optional
+            How what reads the result takes its rows. Then the result is a `ScaledRows` where that
+            costs no launch, else a Tensor.
         """
         if self.bias is not None:
             gate, up = self.product(x).chunk(2, dim=-1)
             return silu(gate) * up
         if streams(x, self.weight, gated=True):
             return stream_gated(x, self.weight)
-        total: Tensor = add_partials(self._parts(x), x.dtype, gated=True)
-        return total
+        return gate_parts(self._parts(x), x.dtype, how)
 
     def _parts(self, x: Tensor) -> Tensor:
         if self.bias is None and streams(x, self.weight):
@@ -181,6 +189,16 @@ class ModuleProjection(Projection):
         """Return the same module, of whose result fewer columns are wanted."""
         size = (self.out_features if end is None else end) - first
         return replace(self, first=self.first + first, size=size)
+
+
+def gate_parts(parts: Tensor, dtype: torch.dtype, how: RowsFormat | None) -> Any:
+    """Gate what partials add up to, in one launch.
+
+    ``parts`` are ``[S, T, out]``; the rest is as in `Projection.gated`.
+    """
+    if how is None:
+        return add_partials(parts, dtype, gated=True)
+    return gated_scaled(parts, how, dtype)
 
 
 def own_bias(module: Any) -> Tensor | None:

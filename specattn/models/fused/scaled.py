@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from specattn.kernels.fused import add_partials
 from specattn.kernels.fused.fp8 import (
     BLOCK,
     RowsFormat,
@@ -27,7 +26,7 @@ from specattn.kernels.fused.stream_fp8 import (
     stream_scaled_gated,
     streams_scaled,
 )
-from specattn.models.fused.projection import Projection, own_bias, stacked_bias
+from specattn.models.fused.projection import Projection, gate_parts, own_bias, stacked_bias
 from specattn.models.shards import own, process_group, shard_like, shared_axis
 
 if TYPE_CHECKING:
@@ -94,18 +93,17 @@ class ScaledProjection(Projection):
         ready(self.weight.device)
         many_rows_ready(self.scaled)
 
-    def gated(self, x: Any) -> Tensor:
+    def gated(self, x: Any, how: RowsFormat | None = None) -> Any:
         """Return ``silu(x gate) * (x up)``, ``[T, out / 2]``.
 
         As everywhere, ``x`` is a Tensor, or a `ScaledRows` of `rows_format`.
         """
         if self.bias is not None:
-            return super().gated(x)
+            return super().gated(x, how)
         weight, rows = self.scaled, self._quantised(x)
         if streams_scaled(rows, weight, gated=True):
             return stream_scaled_gated(rows, weight)
-        gated: Tensor = add_partials(scaled_linear(rows, weight), x.dtype, gated=True)
-        return gated
+        return gate_parts(scaled_linear(rows, weight), x.dtype, how)
 
     def _quantised(self, x: Any) -> ScaledRows:
         return x if isinstance(x, ScaledRows) else scale_rows(x, self.scaled.rows_format)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import ScalingType
 
-from specattn.kernels.fused import add_rms_norm, fp8, stream_fp8
+from specattn.kernels.fused import add_partials, add_rms_norm, fp8, stream_fp8
 from specattn.kernels.fused.fp8 import RowsFormat, ScaledRows, ScaledWeight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -295,6 +295,51 @@ def test_norms_are_quantised_as_they_are_rounded(implementation, dtype, how) -> 
         assert found.restored().equal(want.restored())
     none = fp8.add_norm_scaled(partials[:, :0], stream[:0], weight, 1e-5, how)
     assert [len(one) for one in none] == [0, 0]
+
+
+GATED = [(1, 128, 1), (5, 72, 1), (3, 576, 2), (17, 520, 3), (2, 1100, 1)]
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("rows", "size", "split"), GATED)
+def test_gated_rows_are_quantised_as_they_are_rounded(
+    implementation, dtype, rows, size, split, blocks, terms, monkeypatch
+) -> None:
+    """To the bit what two launches make of them, and what float64 makes of them."""
+    wide = torch.full((split, rows, 2 * size + 5), torch.nan, device=DEVICE)
+    partials = wide[:, :, : 2 * size]
+    partials.copy_(torch.randn(split, rows, 2 * size) * 4)
+    how = RowsFormat(-(-size // 128) if blocks else 1, terms)
+    want = fp8.scale_rows(add_partials(partials, dtype, gated=True), how)
+    if implementation == "triton":
+        # one launch, of a kernel that reads nothing that a first one wrote
+        monkeypatch.setattr(fp8, "scale_rows", None)
+        monkeypatch.setattr(fp8, "add_partials", None)
+    found = fp8.gated_scaled(partials, how, dtype)
+    assert (found.dtype, found.values.shape) == (dtype, want.values.shape)
+    assert found.scale.equal(want.scale)
+    bits, same = (one.values[:, :rows].view(torch.uint8) for one in (found, want))
+    assert bits.equal(same)
+    gate, up = partials.double().cpu().sum(0).chunk(2, dim=1)
+    check_scales(found.scale, (gate * gate.sigmoid() * up).to(dtype), 1, 128 if blocks else size)
+    # one term: half a step of e4m3's three bits, at most
+    limit = 4e-2 if terms == 1 else 2.5e-3
+    assert off(numbers_of(found), gate * gate.sigmoid() * up) < limit
+
+
+def test_no_gated_rows(implementation) -> None:
+    found = fp8.gated_scaled(torch.ones(2, 0, 256, device=DEVICE), RowsFormat(1), torch.float32)
+    assert (len(found), found.scale.shape) == (0, (0, 1))
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_no_gated_number_is_lost(implementation, number) -> None:
+    partials = torch.ones(1, 3, 512, device=DEVICE)
+    partials[0, 1, 300] = number
+    for groups in (1, 2):
+        found = fp8.gated_scaled(partials, RowsFormat(groups), torch.float32)
+        assert found.restored().sum(1).isfinite().tolist() == [True, False, True]
 
 
 def shapes(rows: int, out: int, inner: int, *, blocks: bool, terms: int, height: int = 128):
