@@ -20,6 +20,7 @@ MOST_SPILLED = 512
 FLOAT8_ALONE = {
     "scale_rows_kernel",
     "gate_scale_kernel",
+    "gate_heads_scale_kernel",
     "add_norm_scale_kernel",
     "scaled_linear_kernel",
 }

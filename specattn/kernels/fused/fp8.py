@@ -23,6 +23,7 @@ from specattn.config import FLOAT8
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.attention.tiles import DeviceLimits
 from specattn.kernels.fused import add_partials, add_rms_norm, whole_rows
+from specattn.kernels.fused.gates import check_gates, gate_heads
 from specattn.kernels.gluon_guard import gluon_ok
 from specattn.kernels.launch import cdiv, launch_options, power_of_2
 
@@ -238,6 +239,31 @@ def gated_scaled(partials: Tensor, how: RowsFormat, dtype: torch.dtype) -> Scale
             SPLIT=split,
             **constants,
             **launch_options(partials.device),
+        )
+    return found
+
+
+def gate_heads_scaled(x: Tensor, gates: Tensor, how: RowsFormat) -> ScaledRows:
+    """Gate what heads give, and quantise it.
+
+    ``x`` and ``gates`` are those of `specattn.kernels.fused.gates.gate_heads`, whose result is
+    quantised as `scale_rows` does it, in the same launch.
+    """
+    if not _launches(x):
+        return scale_rows(gate_heads(x, gates), how)
+    check_gates(x, gates)
+    found = _room(x, how, x.dtype)
+    if len(x):
+        constants, spans = _spans(x.shape[1], how)
+        launch.gate_heads_scale_kernel[len(x), spans](
+            x,
+            gates,
+            found.values,
+            found.scale,
+            gates.stride(0),
+            found.values.stride(0),
+            **constants,
+            **launch_options(x.device),
         )
     return found
 

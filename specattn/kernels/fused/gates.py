@@ -133,9 +133,7 @@ def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
     ValueError
         If a tensor is of another shape or not dense.
     """
-    require_shape(tuple(x.shape), gates=gates)
-    require_dense(x=x)
-    require_rows(gates=gates)
+    check_gates(x, gates)
     if on_triton(x):
         count, size = x.shape
         out = torch.empty_like(x)
@@ -152,3 +150,10 @@ def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
             )
         return out
     return (x.float() * gates.float().sigmoid()).to(x.dtype)
+
+
+def check_gates(x: Tensor, gates: Tensor) -> None:
+    """Raise a ValueError unless `gate_heads` takes these."""
+    require_shape(tuple(x.shape), gates=gates)
+    require_dense(x=x)
+    require_rows(gates=gates)

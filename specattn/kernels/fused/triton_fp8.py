@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from specattn.kernels.fused.triton import add_and_norm, gate, load_norms
+from specattn.kernels.fused.triton_gates import gate_columns
 from specattn.kernels.pdl import enter
 
 
@@ -100,6 +101,33 @@ def gate_scale_kernel(
     x = x.to(like.dtype.element_ty).to(tl.float32)
     to = values, stride_term, scale
     _store_scaled(x, to, row, span, SIZE, SPAN, GROUPS, ALL_GROUPS, TERMS)
+
+
+@triton.jit
+def gate_heads_scale_kernel(
+    x,  # [T, SIZE]
+    gates,  # [T, SIZE]
+    values,  # [TERMS, P, SIZE], out
+    scale,  # [T, ALL_GROUPS] float32, out
+    stride_row,
+    stride_term,
+    SIZE: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL_GROUPS: tl.constexpr,
+    TERMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Gate SPAN columns of what heads give, and quantise them."""
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1)
+    column = span * SPAN + tl.arange(0, SPAN)  # [SPAN]
+    enter(PDL)
+    value = gate_columns(x, gates, row, column, column < SIZE, SIZE, stride_row)
+    # quantised is what a product of plain weights would read
+    value = value.to(x.dtype.element_ty).to(tl.float32)
+    to = values, stride_term, scale
+    _store_scaled(value, to, row, span, SIZE, SPAN, GROUPS, ALL_GROUPS, TERMS)
 
 
 @triton.jit

@@ -63,6 +63,14 @@ def gated_norm_kernel(
 
 
 @triton.jit
+def gate_columns(x, gates, row, column, ok, size, stride_row):
+    """Gate some columns of one row by a sigmoid; see `gate_heads_kernel`."""
+    value = tl.load(x + row * size + column, mask=ok, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * stride_row + column, mask=ok, other=0.0).to(tl.float32)
+    return value * tl.sigmoid(gate)
+
+
+@triton.jit
 def gate_heads_kernel(
     x,  # [T, size]
     gates,  # [T, size]
@@ -77,7 +85,5 @@ def gate_heads_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     ok = column < size
     enter(PDL)
-    value = tl.load(x + row * size + column, mask=ok, other=0.0).to(tl.float32)
-    gate = tl.load(gates + row * stride_row + column, mask=ok, other=0.0).to(tl.float32)
-    value = value * tl.sigmoid(gate)
+    value = gate_columns(x, gates, row, column, ok, size, stride_row)
     tl.store(out + row * size + column, value.to(out.dtype.element_ty), mask=ok)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specattn.attention.bound import BoundLayers
 from specattn.kernels.fused import Rotation, add_rms_norm, qk_norm_rope_store_kv
-from specattn.kernels.fused.fp8 import RowsFormat, add_norm_scaled
+from specattn.kernels.fused.fp8 import RowsFormat, add_norm_scaled, gate_heads_scaled
 from specattn.kernels.fused.gates import gate_heads, gather_columns
 from specattn.models.fused.family import LLAMA, Family, activation_of
 from specattn.models.fused.projection import Projection
@@ -325,7 +325,7 @@ class Block:
         else:
             out = attend(layer, *self._heads(parts, positions)).flatten(1)
         if self.columns is not None:
-            out = gate_heads(out, gates)
+            out = gate_heads_for(self.o.rows_format, out, gates)
         return add_norm_for(
             self.feed.rows_format,
             self.o.parts(out),
@@ -389,6 +389,11 @@ def add_norm_for(
     if how is None:
         return add_rms_norm(partials, residual, weight, eps, **options)
     return add_norm_scaled(partials, residual, weight, eps, how, **options)
+
+
+def gate_heads_for(how: RowsFormat | None, x: Tensor, gates: Tensor) -> Any:
+    """Gate what heads give for its reader, as `add_norm_for` norms."""
+    return gate_heads(x, gates) if how is None else gate_heads_scaled(x, gates, how)
 
 
 def projections_of(layer: nn.Module) -> dict[str, nn.Module]:

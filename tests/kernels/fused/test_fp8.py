@@ -8,6 +8,7 @@ from torch.nn.functional import ScalingType
 
 from specattn.kernels.fused import add_partials, add_rms_norm, fp8, stream_fp8
 from specattn.kernels.fused.fp8 import RowsFormat, ScaledRows, ScaledWeight
+from specattn.kernels.fused.gates import gate_heads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
@@ -340,6 +341,33 @@ def test_no_gated_number_is_lost(implementation, number) -> None:
     for groups in (1, 2):
         found = fp8.gated_scaled(partials, RowsFormat(groups), torch.float32)
         assert found.restored().sum(1).isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(1, 128), (5, 72), (17, 520), (2, 1100)])
+def test_gated_heads_are_quantised_as_they_are_rounded(
+    implementation, dtype, rows, size, blocks, terms, monkeypatch
+) -> None:
+    """To the bit what two launches make of them, and what float64 makes of them."""
+    x = drawn(rows, size, dtype=dtype)
+    wide = torch.full((rows, size + 7), torch.nan, dtype=dtype, device=DEVICE)
+    gates = wide[:, :size].copy_(torch.randn(rows, size) * 3)
+    how = RowsFormat(-(-size // 128) if blocks else 1, terms)
+    want = fp8.scale_rows(gate_heads(x, gates), how)
+    if implementation == "triton":
+        monkeypatch.setattr(fp8, "scale_rows", None)
+        monkeypatch.setattr(fp8, "gate_heads", None)
+    found = fp8.gate_heads_scaled(x, gates, how)
+    assert (found.dtype, found.values.shape) == (dtype, want.values.shape)
+    assert found.scale.equal(want.scale)
+    bits, same = (one.values[:, :rows].view(torch.uint8) for one in (found, want))
+    assert bits.equal(same)
+    exact = x.double().cpu() * gates.double().cpu().sigmoid()
+    assert off(numbers_of(found), exact) < (4e-2 if terms == 1 else 2.5e-3)
+    assert len(fp8.gate_heads_scaled(x[:0], gates[:0], how)) == 0
+    with pytest.raises(ValueError, match="gates"):
+        fp8.gate_heads_scaled(x, gates[:, 1:], how)
 
 
 def shapes(rows: int, out: int, inner: int, *, blocks: bool, terms: int, height: int = 128):
