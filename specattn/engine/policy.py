@@ -9,6 +9,8 @@ from statistics import median, median_low
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
+from specattn.engine.resting import Rest
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 
 # step times that count per bucket: few enough to follow a context that grows
 _TIMES = 15
-# how much sooner a draft is judged for the first time after it was let rest; half that next
-_SOONER = 8
 
 
 class Acceptance:
@@ -141,22 +141,22 @@ class RestingPolicy(Policy, Protocol):
     def drafts(self, observed: Observed) -> bool:
         """Return whether prompts and plain steps run the draft.
 
-        It is called after the policy, with the same observations. Without, they cost what they cost
-        without a draft. A request whose prompt or step left the draft out is not ``ready`` from
-        then on: it may take part in steps that draft, but hardly gains by them.
+        It is called after the policy, with the same observations, and by itself before prompts run:
+        for the batch that there will be, without ``ready``. Where it returns False, both cost what
+        they cost without a draft. A request whose prompt or step left the draft out is not
+        ``ready`` from then on: it may take part in steps that draft, but hardly gains by them.
         """
 
 
-class _Held:
-    """What a policy holds for an engine."""
+class _Engine:
+    """What a policy remembers of an engine."""
 
     def __init__(self, config: SpecConfig) -> None:
-        self.config, self.steps, self.calls = config, 0, 0
-        # whether the draft rests, and the steps of a judgement
-        self.resting, self.trials = False, 0
-        # by bucket: how often it was judged since, and the call in which it is to be judged next
-        self.judged: dict[int, int] = {}
-        self.due: dict[int, float] = {}
+        # the config that it keeps to, and for how many steps it has
+        self.config, self.held = config, 0
+        self.steps = 0
+        # None if the draft does not rest
+        self.rest: Rest | None = None
 
 
 class GoodputPolicy:
@@ -215,35 +215,36 @@ class GoodputPolicy:
             )
         self.cost, self.margin, self.hold = cost, margin, hold
         self.trials, self.prior, self.judging = trials, prior, judging
-        self._held: WeakKeyDictionary[Acceptance, _Held] = WeakKeyDictionary()
+        self._engines: WeakKeyDictionary[Acceptance, _Engine] = WeakKeyDictionary()
 
     def __call__(self, observed: Observed) -> SpecConfig:
         """Return the config of the next step."""
-        held = self._of(observed)
-        held.calls += 1
-        if held.resting:
-            return self._at_rest(observed, held)
-        held.steps += 1
-        if (untried := self._untried(observed, held)) is not None:
+        engine = self._of(observed)
+        engine.steps += 1
+        if engine.rest is not None:
+            return self._at_rest(observed, engine, engine.rest)
+        engine.held += 1
+        if (untried := self._untried(observed, engine)) is not None:
             return untried
-        if held.config in observed.configs and held.steps < self.hold:
-            return held.config
-        if self._rests(observed):
-            held.resting, held.trials, held.judged, held.due = True, 0, {}, {}
-            self._put_off(observed, held)
-            return _plain(observed)
-        now = self._now(observed)
-        best = max(now, key=lambda config: now[config])
-        if held.config not in now:  # there is no room for it, for now
+        if engine.config in observed.configs and engine.held < self.hold:
+            return engine.config
+        outlook = self._outlook(observed)
+        if self._is_plain_best(outlook):
+            engine.rest = Rest()
+            self._go_on(engine.rest, outlook, engine)
+            return outlook.plain
+        goodput = outlook.next_step()
+        best = max(goodput, key=lambda config: goodput[config])
+        if engine.config not in goodput:  # there is no room for it, for now
             return best
-        if now[best] > now[held.config] * (1 + self.margin):
-            held.config, held.steps = best, 0
-        return held.config
+        if goodput[best] > goodput[engine.config] * (1 + self.margin):
+            engine.config, engine.held = best, 0
+        return engine.config
 
     def drafts(self, observed: Observed) -> bool:
         """Return whether prompts and plain steps run the draft."""
-        held = self._of(observed)
-        return not held.resting or held.calls >= held.due.get(observed.bucket, 0)
+        engine = self._of(observed)
+        return engine.rest is None or engine.rest.is_due(observed.bucket, engine.steps)
 
     def goodput(self, observed: Observed) -> dict[SpecConfig, float]:
         """Return tokens per request and second (or unit of ``cost``), by config.
@@ -262,129 +263,185 @@ class GoodputPolicy:
         ValueError
             If ``cost`` returns what is not above 0.
         """
-        costs, prompts = self._costs(observed), 0.0
-        plain = _plain(observed)
-        if observed.bare is not None and plain in costs:
-            bare = self._bare(observed, costs)
-            share = costs[plain] / bare - 1
-            if not self._of(observed).resting:
-                share /= 1 + share
-            if self.cost is None:
-                prompts = observed.batch * observed.prompt_seconds * share
-            costs[plain] = bare
-        return {
-            config: 1 / (costs[config] / tokens + (prompts if config.num_steps else 0.0))
-            for config, tokens in self._tokens(observed).items()
-        }
+        return self._outlook(observed).in_the_long_run()
 
-    def _of(self, observed: Observed) -> _Held:
+    def _of(self, observed: Observed) -> _Engine:
         # each engine counts for itself, and so tells by any of its counts which one it is
-        engine = next(iter(observed.acceptance.values()))
-        return self._held.setdefault(engine, _Held(observed.current))
+        count = next(iter(observed.acceptance.values()))
+        if count not in self._engines:
+            self._engines[count] = _Engine(observed.current)
+        return self._engines[count]
 
-    def _untried(self, observed: Observed, held: _Held) -> SpecConfig | None:
+    def _outlook(self, observed: Observed) -> _Outlook:
+        resting = self._of(observed).rest is not None
+        return _Outlook(observed, self.cost, self.prior, resting=resting)
+
+    def _untried(self, observed: Observed, engine: _Engine) -> SpecConfig | None:
         """Return a config that the window knows too little of."""
         known = {config: observed.acceptance[config].steps for config in observed.configs}
-        plain, timed = _plain(observed), observed.acceptance[_plain(observed)]
-        if not plain.num_steps and timed.seconds(observed.bucket) is not None and len(known) > 1:
+        plain = _plain(observed)
+        timed = observed.acceptance[plain].seconds(observed.bucket) is not None
+        if not plain.num_steps and timed and len(known) > 1:
             # it gains one token: nothing is to be learnt but how long it takes
             known.pop(plain, None)
         least = min(known, key=lambda config: known[config])
-        due = not known[least] or (held.steps - 1) % self.hold == 0
+        due = not known[least] or (engine.held - 1) % self.hold == 0
         return least if known[least] < self.trials and due else None
 
-    def _rests(self, observed: Observed) -> bool:
+    def _is_plain_best(self, outlook: _Outlook) -> bool:
         """Return whether plain decoding without the draft is the best."""
-        plain = _plain(observed)
+        observed, plain = outlook.observed, outlook.plain
         if observed.bare is None or plain not in observed.configs:
             return False
-        goodput = self.goodput(observed)
-        others = [found for config, found in goodput.items() if config != plain]
+        goodput = outlook.in_the_long_run()
+        others = [promised for config, promised in goodput.items() if config != plain]
         return bool(others) and goodput[plain] > max(others) * (1 + self._doubt(observed))
 
     def _doubt(self, observed: Observed) -> float:
-        """Return the share by which plain decoding must differ."""
-        drafted = [
-            one.reached[0] for config, one in observed.acceptance.items() if config.num_steps
-        ]
+        """Return the share by which plain decoding must differ from drafts."""
+        drafted = sum(
+            count.reached[0] for config, count in observed.acceptance.items() if config.num_steps
+        )
         # a request's tokens in a step vary by about half their mean
-        return max(self.margin, 0.5 / math.sqrt(max(sum(drafted), 1)))
+        return max(self.margin, 0.5 / math.sqrt(max(drafted, 1)))
 
-    def _put_off(self, observed: Observed, held: _Held) -> None:
-        """Let the draft rest, until it is judged again."""
-        costs = self._costs(observed)
-        drafts = [cost for config, cost in costs.items() if config.num_steps]
-        longer = max(min(drafts) / self._bare(observed, costs) - 1, 0.1)
-        pause = 2 * self.prior * longer / self.judging
-        # what has just been decided may have been chance, or of texts that are gone
-        judged = held.judged.get(observed.bucket, 0)
-        held.judged[observed.bucket] = judged + 1
-        held.due[observed.bucket] = held.calls + pause / max(_SOONER >> judged, 1)
-
-    def _at_rest(self, observed: Observed, held: _Held) -> SpecConfig:
-        """Return plain decoding, or what a draft is judged by."""
+    def _at_rest(self, observed: Observed, engine: _Engine, rest: Rest) -> SpecConfig:
+        """Return plain decoding, or what the draft is judged by."""
         plain = _plain(observed)
         drafts = [config for config in observed.configs if config.num_steps]
-        if not self.drafts(observed) or not observed.ready or not drafts:
+        # None is all
+        nobody_ready = observed.ready == 0
+        if nobody_ready or not drafts or not rest.is_due(observed.bucket, engine.steps):
             return plain
-        goodput = self.goodput(observed)
+        outlook = self._outlook(observed)
+        goodput = outlook.in_the_long_run()
         best = max(drafts, key=lambda config: goodput[config])
-        if held.trials < 2 * self.prior:
-            held.trials += 1
+        if rest.drafted < self._judgement:
+            rest.drafted += 1
             return best
-        held.trials = 0
-        self._put_off(observed, held)
         if goodput[best] < goodput[plain] * (1 + self._doubt(observed)):
+            self._go_on(rest, outlook, engine)
             return plain
-        held.resting, held.config, held.steps = False, best, 0
+        engine.rest, engine.config, engine.held = None, best, 0
         return best
 
-    def _now(self, observed: Observed) -> dict[SpecConfig, float]:
-        """Return the next step's goodput: some requests may not be ready."""
-        costs, batch = self._costs(observed), observed.batch
-        ready = 1.0 if observed.ready is None else observed.ready / batch
-        return {
-            config: (1 + ready * (tokens - 1)) / costs[config]
-            for config, tokens in self._tokens(observed).items()
-        }
+    @property
+    def _judgement(self) -> float:
+        """Steps that draft before a draft at rest is judged."""
+        return 2 * self.prior
 
-    def _tokens(self, observed: Observed) -> dict[SpecConfig, float]:
-        """Return expected tokens per request and step of what may be chosen."""
-        found = [one for config, one in observed.acceptance.items() if config.num_steps]
-        steps = sum(one.steps for one in found)
+    def _go_on(self, rest: Rest, outlook: _Outlook, engine: _Engine) -> None:
+        """Let the draft rest, until judging it again has taken its share."""
+        assert outlook.bare is not None
+        drafts = [cost for config, cost in outlook.costs.items() if config.num_steps]
+        longer = max(min(drafts) / outlook.bare - 1, 0.1)
+        pause = self._judgement * longer / self.judging
+        rest.go_on(outlook.observed.bucket, engine.steps, pause)
+
+
+class _Outlook:
+    """What a step of each config costs and gains, by all that is known of it.
+
+    Parameters
+    ----------
+    observed : Observed
+        What recent steps gained, and took.
+    cost : callable or None
+        As of `GoodputPolicy`.
+    prior : float
+        Steps' worth of trust in what other configs say.
+    resting : bool
+        Whether prompts left the draft out of late.
+
+    Attributes
+    ----------
+    plain : SpecConfig
+        Plain decoding, or what drafts least deep.
+    costs : dict
+        By config: seconds of a step in which the draft reads all tokens.
+    bare : float or None
+        The same of a plain step without the draft, where there are such.
+    tokens : dict
+        Expected tokens per request and step, by config that may be chosen.
+    """
+
+    def __init__(
+        self, observed: Observed, cost: StepCost | None, prior: float, *, resting: bool
+    ) -> None:
+        self.observed, self.plain = observed, _plain(observed)
+        self._measured, self._resting = cost is None, resting
+        self.costs = _measured(observed) if cost is None else _told(observed, cost)
+        self.bare = None if observed.bare is None else self._without_draft(observed.bare)
+        drafted = [count for config, count in observed.acceptance.items() if config.num_steps]
+        steps = sum(count.steps for count in drafted)
         # the requests of a step weigh as one; there may be steps that told nothing
-        batch = max(sum(one.reached[0] for one in found) / steps, 1) if steps else observed.batch
-        return {
-            config: expected_tokens(observed.acceptance, config, self.prior * batch)
+        told = sum(count.reached[0] for count in drafted)
+        batch = max(told / steps, 1) if steps else observed.batch
+        self.tokens = {
+            config: expected_tokens(observed.acceptance, config, prior * batch)
             for config in observed.configs
         }
 
-    def _bare(self, observed: Observed, costs: Mapping[SpecConfig, float]) -> float:
-        """Return the cost of a plain step without the draft."""
-        plain = costs[_plain(observed)]
-        if self.cost is not None:
-            return plain
-        assert observed.bare is not None
-        measured = observed.bare.seconds(observed.bucket)
-        if measured is not None:
-            return min(measured, plain)
-        drafts = [(costs[one] - plain) / one.num_steps for one in costs if one.num_steps]
-        return max(plain - max(min(drafts, default=0.0), 0.0), plain / 2)
-
-    def _costs(self, observed: Observed) -> dict[SpecConfig, float]:
-        if self.cost is not None:
-            costs = {config: self.cost(config, observed.batch) for config in observed.configs}
-            for config, cost in costs.items():
-                if not cost > 0:
-                    raise ValueError(f"cost must be above 0, got {cost} for {config}")
-            return costs
-        rough = {config: rough_cost(config, observed.batch) for config in observed.acceptance}
-        measured = {
-            config: found.seconds(observed.bucket) for config, found in observed.acceptance.items()
+    def next_step(self) -> dict[SpecConfig, float]:
+        """Return the next step's goodput: some requests may not be ready."""
+        observed = self.observed
+        ready = 1.0 if observed.ready is None else observed.ready / observed.batch
+        return {
+            config: (1 + ready * (tokens - 1)) / self.costs[config]
+            for config, tokens in self.tokens.items()
         }
-        ratios = [known / rough[config] for config, known in measured.items() if known]
-        scale = median(ratios) if ratios else 1.0
-        return {config: measured[config] or rough[config] * scale for config in rough}
+
+    def in_the_long_run(self) -> dict[SpecConfig, float]:
+        """Return goodput with all requests ready; see `GoodputPolicy.goodput`."""
+        costs, prompts = self.costs, 0.0
+        if self.bare is not None:
+            costs = costs | {self.plain: self.bare}
+            if self._measured:
+                prompts = self.observed.batch * self.observed.prompt_seconds * self._part()
+        return {
+            config: 1 / (costs[config] / tokens + (prompts if config.num_steps else 0.0))
+            for config, tokens in self.tokens.items()
+        }
+
+    def _part(self) -> float:
+        """Return what the draft adds to prompts, as a share of how long these took."""
+        assert self.bare is not None
+        added = self.costs[self.plain] / self.bare - 1
+        return added if self._resting else added / (1 + added)
+
+    def _without_draft(self, bare: Acceptance) -> float:
+        """Return the cost of a plain step without the draft."""
+        plain = self.costs[self.plain]
+        if not self._measured:
+            return plain
+        seconds = bare.seconds(self.observed.bucket)
+        if seconds is not None:
+            return min(seconds, plain)
+        # as if the draft took as long as for a token of a config that drafts
+        each = [(cost - plain) / one.num_steps for one, cost in self.costs.items() if one.num_steps]
+        return max(plain - max(min(each, default=0.0), 0.0), plain / 2)
+
+
+def _told(observed: Observed, cost: StepCost) -> dict[SpecConfig, float]:
+    """Return the costs of what may be chosen, and of plain decoding, as told."""
+    costs = {
+        config: cost(config, observed.batch) for config in (*observed.configs, _plain(observed))
+    }
+    for config, found in costs.items():
+        if not found > 0:
+            raise ValueError(f"cost must be above 0, got {found} for {config}")
+    return costs
+
+
+def _measured(observed: Observed) -> dict[SpecConfig, float]:
+    """Return the costs of all configs: measured ones, and others in proportion."""
+    rough = {config: rough_cost(config, observed.batch) for config in observed.acceptance}
+    measured = {
+        config: count.seconds(observed.bucket) for config, count in observed.acceptance.items()
+    }
+    ratios = [seconds / rough[config] for config, seconds in measured.items() if seconds]
+    scale = median(ratios) if ratios else 1.0
+    return {config: measured[config] or rough[config] * scale for config in rough}
 
 
 def _plain(observed: Observed) -> SpecConfig:
@@ -417,10 +474,10 @@ def expected_tokens(
     own = acceptance[config].reached
     for depth in range(1, config.num_steps + 1):
         tries = hits = 0
-        for found in acceptance.values():
-            if depth < len(found.reached):
-                tries += found.reached[depth - 1]
-                hits += found.reached[depth]
+        for count in acceptance.values():
+            if depth < len(count.reached):
+                tries += count.reached[depth - 1]
+                hits += count.reached[depth]
         pooled = (hits + prior * pooled) / (tries + prior)
         path *= (own[depth] + prior * pooled) / (own[depth - 1] + prior)
         total += path
