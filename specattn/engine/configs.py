@@ -109,6 +109,8 @@ class SpeculativeConfigs:
         self.acceptance = {config: Acceptance(config) for config in self.all}
         self.bare: Acceptance | None = None
         self.resting: SpecConfig | None = None
+        # the policy, if it lets drafts rest: to ask a protocol takes long
+        self._rests: RestingPolicy | None = None
         self.drafting = True
         self.used: Counter[SpecConfig] = Counter()
         self.advanced: Counter[SpecConfig] = Counter()
@@ -173,6 +175,7 @@ class SpeculativeConfigs:
         """
         if self.adaptive and isinstance(self.policy, RestingPolicy):
             self.resting = next((one for one in self.all if not one.num_steps), None)
+            self._rests = self.policy
         if self.resting is not None:
             self.bare = Acceptance(self.resting)
 
@@ -223,8 +226,8 @@ class SpeculativeConfigs:
         )
 
     def _drafts(self, observed: Observed) -> bool:
-        assert isinstance(self.policy, RestingPolicy)
-        return self.policy.drafts(observed)
+        assert self._rests is not None
+        return self._rests.drafts(observed)
 
     def _ask(self, observed: Observed) -> tuple[SpecConfig, bool]:
         """Return the policy's config, and whether drafts do not rest."""
