@@ -161,7 +161,7 @@ class Decoders(dict[SpecConfig, StepDecoder]):
 
 
 def rests_of(proposer: Proposer, configs: SpeculativeConfigs) -> tuple[SpecConfig, Proposer] | None:
-    """Let a draft rest, where it and the policy of its configs can.
+    """Let a draft rest, where it and the policy can.
 
     Returns the config of plain decoding without its model, and what of the proposer takes part in
     that; None if it never rests.

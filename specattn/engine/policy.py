@@ -340,7 +340,7 @@ class GoodputPolicy:
 
 
 class _Outlook:
-    """What a step of each config costs and gains, by all that is known of it.
+    """What a step of each config costs, and gains.
 
     Parameters
     ----------
@@ -404,7 +404,7 @@ class _Outlook:
         }
 
     def _part(self) -> float:
-        """Return what the draft adds to prompts, as a share of how long these took."""
+        """Return what the draft adds to prompts, as a share of these."""
         assert self.bare is not None
         added = self.costs[self.plain] / self.bare - 1
         return added if self._resting else added / (1 + added)
@@ -423,7 +423,7 @@ class _Outlook:
 
 
 def _told(observed: Observed, cost: StepCost) -> dict[SpecConfig, float]:
-    """Return the costs of what may be chosen, and of plain decoding, as told."""
+    """Return told costs of what may be chosen, and of plain decoding."""
     costs = {
         config: cost(config, observed.batch) for config in (*observed.configs, _plain(observed))
     }

@@ -139,9 +139,10 @@ class WaitedPrompts:
 def prompts_of(
     setup: StepSetup, chunk: int, buckets: Sequence[int] | None, *, resting: Proposer | None
 ) -> Prompts:
-    """Return what runs a setup's prompts; it waits only where it has to.
+    """Return what runs a setup's prompts.
 
-    ``chunk``, ``buckets`` and ``resting`` are those of `PromptRunner.of`.
+    It waits for them only where it has to. ``chunk``, ``buckets`` and ``resting`` are those of
+    `PromptRunner.of`.
     """
     runner = PromptRunner.of(setup, buckets=buckets, chunk=chunk, resting=resting)
     if runner is not None:

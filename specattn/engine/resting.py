@@ -1,4 +1,4 @@
-"""The rest of a draft, by batch size: how long it lasts, and what is known of it."""
+"""Rests of drafts: how long they last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SOONER = 8
 
 @dataclass
 class Rest:
-    """A rest of an engine's draft, which a judgement at any batch size may end.
+    """A draft's rest, which a judgement at any batch size may end.
 
     Parameters
     ----------
@@ -32,7 +32,10 @@ class Rest:
         return step >= self.due.get(bucket, 0)
 
     def go_on(self, bucket: int, step: int, pause: float) -> None:
-        """Note that plain decoding was better; ``pause`` is what a long rest waits for."""
+        """Note that plain decoding was better.
+
+        ``pause`` is how many steps a long rest lasts until the draft is judged again.
+        """
         # what was found at first may be chance, or of texts that are gone
         judged = self.judged.get(bucket, 0)
         self.drafted, self.judged[bucket] = 0, judged + 1
