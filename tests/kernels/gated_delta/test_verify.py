@@ -205,11 +205,10 @@ def test_the_convolution_reads_ancestors(dtype, n, split, width, implementation)
     limit = 1e-5 if dtype == torch.float32 else 6e-3
     rounded = []
     for which, parents in enumerate(trees):
-        for node in range(n):
-            path = [which * n + one for one in path_to(parents, node)]
-            want = exact_mixed_of(shape, parts, weights, windows[rows[which]], path)
+        texts = exact_texts(shape, parts, weights, windows[rows[which]], parents, which * n)
+        for node, (want, place) in enumerate(texts):
             for name in ("q", "k", "v", "g", "beta"):
-                found, exact = getattr(out, name)[which * n + node], getattr(want, name)[-1]
+                found, exact = getattr(out, name)[which * n + node], getattr(want, name)[place]
                 assert apart(found, exact) < limit, (name, which, node)
                 if name != "g":
                     rounded.append((found == exact.to(dtype)).float().mean())
@@ -217,6 +216,18 @@ def test_the_convolution_reads_ancestors(dtype, n, split, width, implementation)
     if dtype == torch.float16:
         assert torch.stack(rounded).mean() > 0.97
         assert torch.stack(rounded[3::4]).mean() > 0.97
+
+
+def exact_texts(shape, parts, weights, window, parents, first):
+    """Return for every node a text that it is in, and its place there: a text per leaf."""
+    texts = [None] * len(parents)
+    for leaf in (node for node in range(len(parents)) if node not in parents):
+        path = path_to(parents, leaf)
+        own = [first + node for node in path]
+        want = exact_mixed_of(shape, parts, weights, window, own)
+        for place, node in enumerate(path):
+            texts[node] = want, place
+    return texts
 
 
 def exact_mixed_of(shape, parts, weights, window, path):
