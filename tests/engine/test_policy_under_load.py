@@ -58,12 +58,18 @@ class World:
         rows = batch * config.num_draft_tokens
         return 0.05 + (1 + rows / 256) + forwards * self.share * (1 + batch / 256)
 
-    def gained(self, dice: random.Random, config: SpecConfig, at: float) -> int:
+    def gained(
+        self, dice: random.Random, config: SpecConfig, at: float, texts: list[Text]
+    ) -> list[int]:
+        """Return what each text gains in a step; those whose draft lags gain one token."""
         if not config.num_steps:
-            return 1
+            return [1] * len(texts)
         # the chance of n draft tokens or more is that of one to the power of n
-        kept = int(math.log(1 - dice.random()) / math.log(self.rate(at)))
-        return 1 + min(kept, config.num_steps)
+        rate, most = math.log(self.rate(at)), config.num_steps
+        return [
+            1 + min(int(math.log(1 - dice.random()) / rate), most) if text.ready else 1
+            for text in texts
+        ]
 
     def run(self, configs: SpeculativeConfigs, *, plain: bool, total: int, seed: int) -> float:
         """Return tokens per time of an engine; ``plain`` is of one without a draft."""
@@ -87,7 +93,7 @@ class World:
             bare = plain or configs.leaves_out(config, sum(text.ready for text in texts))
             took = self.step(config, batch, bare=bare)
             told = [text.ready for text in texts]
-            gained = [self.gained(dice, config, at) if text.ready else 1 for text in texts]
+            gained = self.gained(dice, config, at, texts)
             for text in texts:
                 text.ready &= not bare
             configs.current = config
