@@ -72,7 +72,7 @@ class HybridPool(ReadOnly):
 
     @classmethod
     def of(cls, layers: Sequence[LayerConfig], kv: KVPool, states: StatePool) -> Self:
-        """Return a pool of two that are there, such as those over an engine's own memory.
+        """Return a pool of two that are there, over whichever memory.
 
         Parameters
         ----------

@@ -124,7 +124,7 @@ class StatePool(ReadOnly):
         self.layers, self._one = tuple(layers), layers[0]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return states and windows by name; all of it lies by row, or by its place."""
+        """Return states and windows by name, all by row or its place."""
         return {"states": self.states, "windows": self.windows}
 
     def fingerprint(self) -> Fingerprint:

@@ -192,7 +192,7 @@ def _fence(original: Callable[..., Any], runner: Any, *args: Any, **options: Any
 
 
 def _without_snapshots(original: Callable[..., Any], pool: Any, *args: Any, **options: Any) -> None:
-    """Allocate no state per node where steps verify trees from the committed state."""
+    """Allocate no state per node where steps need none."""
     from sglang.srt.server_args import get_global_server_args
 
     if get_global_server_args().speculative_algorithm in names.STEPS:
@@ -201,7 +201,7 @@ def _without_snapshots(original: Callable[..., Any], pool: Any, *args: Any, **op
 
 
 def _without_room_for_snapshots(original: Callable[..., Any], runner: Any, rest: float) -> float:
-    """Leave the memory that such states would take to keys, values and texts' own states."""
+    """Leave the memory of such states to keys and values."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     known = runner.spec_algorithm

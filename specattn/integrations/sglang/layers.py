@@ -66,7 +66,7 @@ def refusals(
 
 
 def pools_of(runner: Any) -> tuple[Any, ...]:
-    """Return a model's pool of keys and values, and what a hybrid one's has of them."""
+    """Return a model's pool, and of a hybrid's the keys and values."""
     pool = runner.token_to_kv_pool
     inner = getattr(pool, "full_kv_pool", None)
     return (pool,) if inner is None or type(pool).__name__ != HYBRID else (pool, inner)

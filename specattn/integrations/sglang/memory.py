@@ -1,4 +1,4 @@
-"""What SGLang's models keep of requests, as a step's memory; nothing is copied.
+"""What SGLang's models keep of requests, as a step's memory.
 
 Of a hybrid model these are its pool of keys and values, and its pool of states. SGLang says by row
 of its table where a request's states lie, so that its prompts, its radix cache and its copies of
@@ -62,7 +62,7 @@ class Checkpoints:
     lengths: Tensor
 
     def of(self, accepted: AcceptResult, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the parts of paths up to a checkpoint, and its places; 0 for none."""
+        """Return paths up to a checkpoint, and its places or 0."""
         before = self.lengths[rows]  # [B]
         after = before + accepted.accept_lens
         kept = after // self.interval * self.interval - before
@@ -85,7 +85,7 @@ class HybridMemory(HybridPool):
         self._sent = [0] * len(places)
 
     def take_turns(self, rows: Sequence[int], requests: Sequence[Any]) -> None:
-        """Say which places the next step of SGLang's requests writes; sends what has changed."""
+        """Say which places the next step writes; send what has changed."""
         if self._checkpoints is None:
             return
         changed = [

@@ -58,7 +58,7 @@ SELECTS = any(field.name == "select_index" for field in fields(EagleDraftExtendI
 
 
 class StepBackend(LayerBackend):
-    """Attention and mixing as SGLang calls them per layer, over a step's plans.
+    """Attention and mixing per layer, as SGLang calls them.
 
     Parameters
     ----------
