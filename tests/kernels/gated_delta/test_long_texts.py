@@ -45,8 +45,8 @@ NAMES = ("inputs", "k", "v", "g", "beta")
 # gates, dtypes of layers and of states, and the limit of errors
 CASES = {
     "float32": ("model", torch.float32, torch.float32, 2e-5),
-    # nothing is forgotten but what is overwritten
-    "lasting": ("one", torch.float32, torch.float32, 2e-5),
+    # nothing is forgotten but what is overwritten: roundings add up as a random walk does
+    "lasting": ("one", torch.float32, torch.float32, 1e-4),
     "16 bits": ("model", torch.bfloat16 if CUDA else torch.float16, torch.float32, 2e-5),
     # an exact one is rounded, too: two may lie on both sides of a middle
     "rounded states": ("model", torch.float32, torch.bfloat16, 5e-2),
