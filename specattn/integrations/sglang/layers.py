@@ -188,6 +188,8 @@ def state_refusals(runner: Any) -> list[str]:
             state_config(runner, layer)
         except ValueError as error:
             found.append(f"layers with states: {error}")
+    if runner.server_args.strip_thinking_cache:
+        found.append("strip_thinking_cache: states are those of whole texts")
     kind, held = runner.dtype, runner.req_to_token_pool.mamba_pool.mamba_cache
     if held.conv[0].dtype != kind:
         found.append(

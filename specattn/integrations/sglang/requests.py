@@ -137,14 +137,19 @@ def asked(req: Any, *, processed: bool) -> list[str]:
     return found
 
 
-def refuse(reqs: Iterable[Any], *, processed: bool) -> None:
+def refuse(reqs: Iterable[Any], *, processed: bool, grammars: bool = True) -> None:
     """End requests that ask for what steps do not do.
+
+    Without ``grammars`` they may have none: SGLang takes what follows a grammar's end off a text,
+    and would keep the state behind it as the text's.
 
     SGLang answers them with HTTP status 400 once their prompt has run. Where that gives the only
     token, there is no step, and nothing is refused.
     """
     for req in reqs:
         most, found = req.sampling_params.max_new_tokens, asked(req, processed=processed)
+        if req.grammar is not None and not grammars:
+            found.append("grammars over states of mamba_radix_cache_strategy no_buffer")
         if found and (most is None or most > 1):
             reason = f"{ALGORITHM} does not serve {', '.join(found)}"
             req.to_finish = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST, "BadRequestError")

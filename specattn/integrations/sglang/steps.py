@@ -128,6 +128,8 @@ class Steps:
         never less than a step writes.
     vocab_size : int
         The target's.
+    grammars : bool
+        Whether requests may have grammars; see `refuse`.
     processed : Processed or None
         Requests whose logits steps process; None if the environment wants no such steps.
     """
@@ -165,13 +167,13 @@ class Steps:
             accept=simulated.asked() or accept,
             capturing=partial(_capturing, records),
         )
-        self.states, self._memory = setup.states, pools[0]
-        if isinstance(pools[0], HybridMemory) and target.server_args.enable_mamba_extra_buffer():
-            pools[0].follow(
-                self.states.seq_lens,
-                target.server_args.mamba_track_interval,
-                target.req_to_token_pool.req_index_to_mamba_ping_pong_track_buffer_mapping,
-            )
+        self.states, self._memory, args = setup.states, pools[0], target.server_args
+        keeps = args.enable_mamba_extra_buffer()
+        hybrid = isinstance(self._memory, HybridMemory)
+        self.grammars = not hybrid or keeps or args.disable_radix_cache
+        if isinstance(self._memory, HybridMemory) and keeps:
+            places = target.req_to_token_pool.req_index_to_mamba_ping_pong_track_buffer_mapping
+            self._memory.follow(self.states.seq_lens, args.mamba_track_interval, places)
         # SGLang writes that many columns past a text, whether or not a row has them
         self.longest = width - (get_alloc_reserve_per_decode() + page - 1)
         self.vocab_size, self.target_ids = models[0].vocab_size, target_ids

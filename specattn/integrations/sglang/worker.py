@@ -107,7 +107,7 @@ class SpecAttnWorker(EAGLEWorkerV2):
             out.next_draft_input = Relay()
             return out
         steps, processed = self.steps, self.steps.processed
-        refuse(batch.reqs, processed=processed is not None)
+        refuse(batch.reqs, processed=processed is not None, grammars=steps.grammars)
         shorten(batch.reqs, steps.longest)
         states = None
         if processed is not None:

@@ -84,6 +84,7 @@ SETTINGS = {
     "chain": Setting((3, 1, 4), NO_BUFFER),
     "tree": Setting((3, 3, 8), NO_BUFFER),
     "qwen3.5": Setting((3, 3, 8), NO_BUFFER | {"enable_multimodal": False}, kind="qwen3_5_text"),
+    "ranks": Setting((3, 3, 8), NO_BUFFER | {"tp_size": 2}),
     "checkpoints": Setting(
         (3, 3, 8),
         {
@@ -182,7 +183,8 @@ def main(name: str, folder: str) -> None:
 
     setting = SETTINGS[name]
     # SGLang wants a core named for each rank where they share a memory node
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0"
+    ranks = range(setting.options.get("tp_size", 1))
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, ranks))
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
     engine = sglang.Engine(**options(setting, folder))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -82,6 +83,31 @@ def test_texts_are_those_of_transformers(setting, folders):
         assert cached["longer"][::2] == [24, 64, 40]
     else:
         assert cached["again"][1] == len(hybrids.LONG)
+
+
+@pytest.mark.usefixtures("active")
+def test_grammars_are_refused_where_a_state_would_be_ahead_of_its_text():
+    from specattn.integrations.sglang.requests import refuse
+
+    params = SimpleNamespace(
+        max_new_tokens=9,
+        frequency_penalty=0,
+        presence_penalty=0,
+        repetition_penalty=1,
+        min_p=0,
+        logit_bias=None,
+        min_new_tokens=0,
+        temperature=0.0,
+        top_k=1,
+        top_p=1.0,
+    )
+    usual = {"sampling_params": params, "return_hidden_states": False, "return_logprob": False}
+    for grammars, name in ((True, None), (False, "no_buffer")):
+        reqs = [SimpleNamespace(**usual, grammar=one, to_finish=None) for one in (object(), None)]
+        refuse(reqs, processed=True, grammars=grammars)
+        assert reqs[1].to_finish is None
+        assert (reqs[0].to_finish is None) == grammars
+        assert name is None or name in reqs[0].to_finish.message
 
 
 @pytest.mark.usefixtures("active")
