@@ -29,6 +29,8 @@ SIZES = {
     "head_dim": 16,
     "max_position_embeddings": 256,
 }
+#: What a target of experts has besides, in every layer.
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 #: Without token 0, which transformers takes for padding.
 LONG = [1 + (3 * at * at + at) % 11 for at in range(44)]
 #: The third comes in two pieces.
@@ -77,6 +79,8 @@ SETTINGS = {
     # all requests at once take a chain of a part of the block, fewer a tree
     "mixed": Setting((3, 8, 9), {"speculative_dflash_block_size": 4}, trees="3:2-1-3"),
     "ranks": Setting((4, 6, 12), {"tp_size": 2}, head={"logit_scale": 0.3}),
+    # fused around SGLang's module of the experts
+    "experts": Setting((4, 6, 12), target="qwen3_moe", head={"logit_scale": 0.3}),
 }
 
 
@@ -85,7 +89,8 @@ def write(setting: Setting, folder: Path, head: Path) -> Any:
     import torch
     from transformers import AutoConfig, Qwen3Config
 
-    kind = AutoConfig.for_model(setting.target, **SIZES, **ENDS, num_hidden_layers=LAYERS)
+    sizes = SIZES | ENDS | (EXPERTS if setting.target == "qwen3_moe" else {})
+    kind = AutoConfig.for_model(setting.target, **sizes, num_hidden_layers=LAYERS)
     model = random_model(kind)
     model.save_pretrained(folder)
     config = Qwen3Config(**SIZES, **ENDS, num_hidden_layers=2)
