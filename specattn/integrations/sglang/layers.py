@@ -12,7 +12,15 @@ from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from specattn.attention import Attention, AttnConfig, KVScales, WindowPool
 from specattn.config import StateConfig
 from specattn.errors import UnsupportedError
-from specattn.integrations.sglang.names import ALGORITHM, DFLASH, EAGLE, NAME
+from specattn.integrations.sglang.names import (
+    ALGORITHM,
+    DFLASH,
+    EAGLE,
+    NAME,
+    OLD,
+    recurrent,
+    release,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,12 +181,14 @@ def config_of(runner: Any, layer: Any) -> AttnConfig | StateConfig:
 def state_refusals(runner: Any) -> list[str]:
     """Say what of layers with states a step does not serve."""
     layers, found = mixing_layers(runner), []
+    other = recurrent(runner)
     if not layers:
-        other = runner.mambaish_config
         # a draft has no such layers, though its target may
         return [] if other is None or runner.is_draft_worker else [_unknown(other)]
+    if release() != OLD:
+        return [f"layers with states ({other.model_type}): SGLang 0.5.15 serves them"]
     if runner.hybrid_gdn_config is None:
-        return [_unknown(runner.mambaish_config)]
+        return [_unknown(other)]
     for layer in layers:
         if layer.num_q_heads != layer.num_k_heads or layer.head_q_dim != layer.head_k_dim:
             found.append("layers with states whose queries and keys have other heads")

@@ -31,6 +31,7 @@ ARGUMENTS = "sglang.srt.arg_groups.speculative_hook._handle_eagle_family"
 DECODE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 SPEC = "sglang.srt.runtime_context.get_spec"
 MAP = f"{MANAGERS}.overlap_utils.FutureMap"
+RECURRENT = "sglang.srt.configs.hybrid_arch.mambaish_config"
 STATES = "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool"
 
 # Listed is what would be missed in silence, as hooks and methods that are replaced are, or what few
@@ -105,6 +106,13 @@ def block_size(runner: Any) -> int:
     """Return how many tokens a DFlash head's block has."""
     size: int = _options(runner).speculative_dflash_block_size
     return size
+
+
+def recurrent(runner: Any) -> Any:
+    """Return the settings of a model with recurrent layers, else None."""
+    if release() == OLD:
+        return runner.mambaish_config
+    return resolve_name(RECURRENT)(runner.model_config)
 
 
 def _options(runner: Any) -> Any:

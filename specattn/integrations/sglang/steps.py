@@ -168,12 +168,13 @@ class Steps:
             capturing=partial(_capturing, records),
         )
         self.states, self._memory, args = setup.states, pools[0], target.server_args
-        keeps = args.enable_mamba_extra_buffer()
-        hybrid = isinstance(self._memory, HybridMemory)
-        self.grammars = not hybrid or keeps or args.disable_radix_cache
-        if isinstance(self._memory, HybridMemory) and keeps:
-            places = target.req_to_token_pool.req_index_to_mamba_ping_pong_track_buffer_mapping
-            self._memory.follow(self.states.seq_lens, args.mamba_track_interval, places)
+        self.grammars = True
+        if isinstance(self._memory, HybridMemory):
+            keeps = args.enable_mamba_extra_buffer()
+            self.grammars = keeps or args.disable_radix_cache
+            if keeps:
+                places = target.req_to_token_pool.req_index_to_mamba_ping_pong_track_buffer_mapping
+                self._memory.follow(self.states.seq_lens, args.mamba_track_interval, places)
         # SGLang writes that many columns past a text, whether or not a row has them
         self.longest = width - (get_alloc_reserve_per_decode() + page - 1)
         self.vocab_size, self.target_ids = models[0].vocab_size, target_ids
