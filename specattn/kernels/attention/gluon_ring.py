@@ -231,6 +231,19 @@ def convert(raw, ring, raw_t, t, count, WARPS: gl.constexpr, VALUES: gl.constexp
         )
 
 
+@gluon.constexpr_function
+def _lane_layout(BN, WIDE):
+    """Layout of one slot a lane, of rows that its warp copies.
+
+    A copy of ``WIDE`` numbers a lane takes 2 or 4 rows a warp, of 4 warps; a tile takes several.
+    """
+    rows = WIDE // 4
+    inside = [[1 << i] for i in range(rows.bit_length() - 1)]
+    copies = [[4 * rows << i] for i in range((BN // (4 * rows)).bit_length() - 1)]
+    lanes = (inside + copies + [[0]] * 5)[:5]
+    return gl.DistributedLinearLayout([], lanes, [[rows], [2 * rows]], [], [BN])
+
+
 @gluon.jit
 def produce(
     ring,
@@ -260,14 +273,16 @@ def produce(
     layout: gl.constexpr = gl.BlockedLayout(
         [1, WIDE], [2 * WIDE // 8, 128 // WIDE], [t.PRODUCERS, 1], [1, 0]
     )
-    r = gl.arange(0, BN, layout=gl.SliceLayout(1, layout))  # [BN]
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    # a lane loads one slot of its warp's; all that need it get it by shuffles
+    r = gl.arange(0, BN, layout=_lane_layout(BN, WIDE))  # [BN]
     d = gl.arange(0, t.HEAD_DIM, layout=gl.SliceLayout(0, layout))  # [HEAD_DIM]
     k_head = pools.k_cache + head.to(gl.int64) * pools.K_HEAD + d[None, :]  # [1, HEAD_DIM]
     v_head = pools.v_cache + head.to(gl.int64) * pools.V_HEAD + d[None, :]
     if t.PAGE == 1:
         ahead = _load_slots(index_row, tail_row, begin, r, first_key, prefix_len, t)
         for start in range(begin, begin + count * BN, BN):
-            rows = ahead.to(gl.int64)[:, None]  # [BN, 1]
+            rows = gl.convert_layout(ahead, by_row).to(gl.int64)[:, None]  # [BN, 1]
             ahead = _load_slots(index_row, tail_row, start + BN, r, first_key, prefix_len, t)
             if t.PREFETCH:  # noqa: SIM102
                 if (start < first_key) | (start + BN > prefix_len):
@@ -302,7 +317,7 @@ def produce(
                 rows = _load_slots(index_row, tail_row, start, r, first_key, prefix_len, t)
                 if t.PREFETCH:
                     gdc_wait()
-                rows = rows.to(gl.int64)[:, None]  # [BN, 1]
+                rows = gl.convert_layout(rows, by_row).to(gl.int64)[:, None]  # [BN, 1]
                 mbarrier.wait(ring.k_free.index(stage), phase)
                 async_load(k_tile, k_head + rows * pools.K_SLOT)
                 async_copy.commit_group()
@@ -326,8 +341,8 @@ def _load_words(word_row, row_ok, masked, first, t):
     word0 = row_ok.to(gl.uint64) * 0  # [64]
     word1 = word0
     word2 = word0
-    # the compiler decides the outer condition, the device the inner one
-    if t.TAIL > 0:  # noqa: SIM102
+    # the compiler decides the outer conditions, the device the inner one
+    if t.TAIL > 0 and t.WORDS > 1:  # noqa: SIM102
         if masked:
             word0 = load_word(word_row, row_ok, first, 0, t.WORDS)
             word1 = load_word(word_row, row_ok, first, 1, t.WORDS)
@@ -337,11 +352,24 @@ def _load_words(word_row, row_ok, masked, first, t):
 
 
 @gluon.jit
-def _mask(s, words, tail_pos_row, pos_q, r, start, end, prefix_len, t):
+def _pick_words(words, only_word, first, t):
+    """Return a tile's tail words: loaded ones, or pieces of one."""
+    word0, word1, word2 = words
+    if t.WORDS == 1:
+        nothing = only_word * 0
+        word0 = gl.where((first >> 6) == 0, only_word, nothing)
+        word1 = gl.where((first >> 6) == -1, only_word, nothing)
+        word2 = gl.where((first >> 6) == -2, only_word, nothing)
+    return word0, word1, word2
+
+
+@gluon.jit
+def _mask(s, words, only_word, tail_pos_row, pos_q, r, start, end, prefix_len, t):
     """Mask a tile's scores by tail bits, end of keys and position."""
     first = start - prefix_len
     pos = start + r  # [BN]
     if t.TAIL > 0:
+        words = _pick_words(words, only_word, first, t)
         bits = row_bits(words[0], words[1], first, end - start)  # [64]
         if t.BN > 64:
             more = row_bits(words[1], words[2], first + 64, end - start - 64)
@@ -416,6 +444,30 @@ def drain(ring, t, count, stage, phase):
 
 
 @gluon.jit
+def _pack(p, dtype: gl.constexpr, BN: gl.constexpr):
+    """Return weights in 16 bits, two in a word: one register."""
+    low, high = gl.split(gl.reshape(p, [64, BN // 2, 2]))
+    if dtype == gl.bfloat16:
+        words = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1
+        )
+    else:
+        words = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1
+        )
+    return words
+
+
+@gluon.jit
+def _unpack(words, dtype: gl.constexpr, BN: gl.constexpr, layout: gl.constexpr):
+    """Return the weights of `_pack`."""
+    low = words.to(gl.int16).to(dtype, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
+    p = gl.reshape(gl.join(low, high), [64, BN])
+    return gl.convert_layout(p, layout)
+
+
+@gluon.jit
 def attend(
     ring,
     t,
@@ -450,6 +502,10 @@ def attend(
     r = gl.arange(0, BN, layout=gl.SliceLayout(0, scores))
     acc = gl.zeros([64, HEAD_DIM], gl.float32, values)
     nothing = gl.zeros([64, BN], gl.float32, scores)
+    # one word per row stays in registers: fewer than pointers and three words take
+    only_word = row_ok.to(gl.uint64) * 0  # [64]
+    if t.TAIL > 0 and t.WORDS == 1:
+        only_word = load_word(word_row, row_ok, 0, 0, 1)
     masked = (begin < clear_from) | (begin + BN > clear_to)
     words = _load_words(word_row, row_ok, masked, begin - prefix_len, t)
     mbarrier.wait(ring.k_full.index(stage), phase)
@@ -461,11 +517,12 @@ def attend(
     mbarrier.arrive(ring.k_free.index(stage), count=1)
     s = _cap(s, factors, t)
     if masked:
-        s = _mask(s, words, tail_pos_row, pos_q, r, begin, end, prefix_len, t)
-    p, top, total, _fade = _soften(s, top, total, factors.base2, t)
-    p = gl.convert_layout(p.to(dtype), weights)
+        s = _mask(s, words, only_word, tail_pos_row, pos_q, r, begin, end, prefix_len, t)
+    first_p, top, total, _fade = _soften(s, top, total, factors.base2, t)
+    words_p = _pack(first_p, dtype, BN)
+    mbarrier.wait(ring.v_full.index(stage), phase)
     for start in range(begin + BN, begin + count * BN, BN):
-        before, before_phase = stage, phase
+        before = stage
         stage, phase = advance(stage, phase, t)
         masked = (start < clear_from) | (start + BN > clear_to)
         words = _load_words(word_row, row_ok, masked, start - prefix_len, t)
@@ -474,22 +531,23 @@ def attend(
         s_next = warpgroup_mma(
             q_tile, ring.k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
         )
-        mbarrier.wait(ring.v_full.index(before), before_phase)
-        fence_async_shared()
+        p = _unpack(words_p, dtype, BN, weights)
         acc_next = warpgroup_mma(p, ring.v.index(before), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_next])
         mbarrier.arrive(ring.k_free.index(stage), count=1)
         s = _cap(s, factors, t)
         if masked:
-            s = _mask(s, words, tail_pos_row, pos_q, r, start, end, prefix_len, t)
+            s = _mask(s, words, only_word, tail_pos_row, pos_q, r, start, end, prefix_len, t)
         p_next, top, total, fade = _soften(s, top, total, factors.base2, t)
-        p_next = gl.convert_layout(p_next.to(dtype), weights)
-        acc, p = warpgroup_mma_wait(0, deps=[acc_next, p])
+        # between weights and the product before: the compiler moves a wait for a product up to
+        # the last branch, and then nothing would run under it
+        mbarrier.wait(ring.v_full.index(stage), phase)
+        acc, _p = warpgroup_mma_wait(0, deps=[acc_next, p])
+        words_p = _pack(p_next, dtype, BN)
         mbarrier.arrive(ring.v_free.index(before), count=1)
         acc = acc * gl.convert_layout(fade, by_value)[:, None]
-        p = p_next
-    mbarrier.wait(ring.v_full.index(stage), phase)
     fence_async_shared()
+    p = _unpack(words_p, dtype, BN, weights)
     acc_next = warpgroup_mma(p, ring.v.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc_next])
     mbarrier.arrive(ring.v_free.index(stage), count=1)

@@ -284,6 +284,14 @@ def _convert(raw, ring, work, raw_t, t, c, WARPS: gl.constexpr, VALUES: gl.const
 
 
 @gluon.jit
+def _load_next(entry, c, t):
+    """Return what rows need of the next request or entry."""
+    _base, prefix_len, first_tile, partials, merge_rank = _load_request(entry, t)
+    rows_begin, rows_end = _load_entry_rows(entry, c, t)
+    return prefix_len, first_tile, partials, merge_rank, rows_begin, rows_end
+
+
+@gluon.jit
 def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
     """Attend with 64 packed rows to the ring's tiles."""
     HEAD_DIM: gl.constexpr = t.HEAD_DIM
@@ -322,11 +330,6 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
             merge_rank,
         )
         next_begin, next_end = rows_begin, rows_end
-        if not t.CAUSAL and left > count:
-            _base, next_prefix, next_first, next_partials, next_rank = _load_request(
-                work.requests + (req + 1) * 8, t
-            )
-            next_begin, next_end = _load_entry_rows(work.requests + (req + 1) * 8, c, t)
         there = True
         if c.SHARED:
             # tiles are as large as groups need: of a request, half of one may be empty
@@ -387,6 +390,11 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
                 stage,
                 phase,
             )
+            # only now: registers are short while tiles are attended to
+            if not t.CAUSAL and left > count:
+                next_prefix, next_first, next_partials, next_rank, next_begin, next_end = (
+                    _load_next(work.requests + (req + 1) * 8, c, t)
+                )
             # a sink is in the sum of a request without keys, whose one tile may hold anything
             if rows.sinks is not None:  # noqa: SIM102  # known when the kernel is compiled; the next is not
                 if end <= begin:
@@ -422,6 +430,10 @@ def _consume(ring, work, t, c, rows, factors, WG: gl.constexpr):
                 )
         else:
             stage, phase = drain(ring, t, count, stage, phase)
+            if not t.CAUSAL and left > count:
+                next_prefix, next_first, next_partials, next_rank, next_begin, next_end = (
+                    _load_next(work.requests + (req + 1) * 8, c, t)
+                )
         left -= count
         if t.CAUSAL:
             # one turn. A pass of the compiler that takes this for a loop must find what follows
