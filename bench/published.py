@@ -43,6 +43,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.request import Request, RequestOutput
 from specattn.models import HFTarget
+from specattn.models.quantisation import FORMATS
 from specattn.speculative.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -241,6 +242,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["default"])
     parser.add_argument("--no-transformers", dest="inside", action="store_false")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", choices=FORMATS, help="of the target's weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", help="what the record calls this version")
     parser.add_argument("--out", type=Path, help="where lines go; those that it has are kept")
@@ -254,7 +256,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     base = HFTarget.from_pretrained(
-        args.target, dtype=getattr(torch, args.dtype), device=args.device
+        args.target,
+        dtype=getattr(torch, args.dtype),
+        device=args.device,
+        quantization=args.quantization,
     )
 
     @functools.cache
@@ -265,6 +270,7 @@ def main() -> None:
     names = {kind: getattr(args, kind) for kind in ("target", *LOADERS)}
     head = place(args.device) | {"machine": machine(args.commit)}
     head |= {"dtype": args.dtype, "problems": len(prompts), "new": args.new}
+    head |= {"quantization": args.quantization} if args.quantization else {}
     head |= {kind: name and Path(name).name.removesuffix(".gguf") for kind, name in names.items()}
     record = Record(head, args.out, NAMES)
     plain, gaps = gaps_of(load("none")[0], prompts, args.new)

@@ -261,7 +261,11 @@ def block_config(shape: Shape) -> Qwen3Config:
     config.architectures, config.block_size = ["DFlashDraftModel"], BLOCK_SIZE
     # which SGLang counts where they leave a layer
     leaving = [layer - 1 for layer in states_read(shape)]
-    config.dflash_config = {"mask_token_id": 1, "target_layer_ids": leaving}
+    config.dflash_config = {
+        "mask_token_id": 1,
+        "target_layer_ids": leaving,
+        "num_target_layers": shape.target.num_hidden_layers,
+    }
     return config
 
 

@@ -186,7 +186,7 @@ RELEASES = {
             "flashinfer-python": "0.6.12",
             "apache-tvm-ffi": "0.1.11",
         },
-        needs=("compressed-tensors", "openai==2.6.1"),
+        needs=("compressed-tensors", "openai==2.6.1", "sgl-deep-gemm==0.1.4"),
         build=BUILD_0515,
         drop=(
             *("sglang/multimodal_gen", "sglang/test", "sglang/eval", "sglang/srt/grpc"),
