@@ -78,7 +78,7 @@ def by_row(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         if not isinstance(x, ScaledRows):
             return torch.cat([multiply(row[None], weight, *rest) for row in x])
         rows = [
-            ScaledRows(x.values[:, at : at + 1], x.scale[at : at + 1], x.dtype)
+            ScaledRows(x.values[:, at : at + 1], x.scales[:, at : at + 1], 1, x.dtype)
             for at in range(len(x))
         ]
         return torch.cat([multiply(row, weight) for row in rows], dim=1)

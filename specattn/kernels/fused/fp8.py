@@ -74,18 +74,32 @@ class ScaledRows:
     values : Tensor
         ``[terms, P, K]`` float8_e4m3fn, contiguous. Of the P rows the first T count; the rest is
         room for copies of 16.
-    scale : Tensor
-        ``[T, G]`` float32, contiguous: a scale per 128 columns, or G = 1 of all columns.
+    scales : Tensor
+        ``[terms, P, G]`` float32: a scale per 128 columns, or G = 1 of all columns; those of a
+        second term are a 16th. A group's lie side by side, as torch's product reads them.
+    count : int
+        T.
     dtype : torch.dtype
         That of the rows before, and of products.
     """
 
     values: Tensor
-    scale: Tensor
+    scales: Tensor
+    count: int
     dtype: torch.dtype
 
     def __len__(self) -> int:
-        return len(self.scale)
+        return self.count
+
+    @property
+    def room(self) -> tuple[Tensor, Tensor, int]:
+        """What kernels write: values, scales, and P."""
+        return self.values, self.scales, self.values.shape[1]
+
+    @property
+    def scale(self) -> Tensor:
+        """The rows' scales, ``[T, G]``."""
+        return self.scales[0, : self.count]
 
     def restored(self) -> Tensor:
         """Return what the numbers stand for, ``[T, K]`` float32."""
@@ -179,26 +193,25 @@ def scale_rows(x: Tensor, how: RowsFormat) -> ScaledRows:
     """Quantise ``x [T, K]``, dense in its last axis, for a product."""
     (count, size), (groups, terms) = x.shape, how
     found = _room(x, how, x.dtype)
-    values, scale = found.values, found.scale
     if _launches(x):
         if count:
             constants, spans = _spans(size, how)
             launch.scale_rows_kernel[count, spans](
                 x,
-                values,
-                scale,
+                *found.room,
                 x.stride(0),
-                values.stride(0),
                 **constants,
                 **launch_options(x.device),
             )
         return found
     width = BLOCK if groups > 1 else size
     tiles = pad(x.float(), (0, groups * width - size)).view(count, groups, width)
-    scale.copy_(_scales(tiles.abs().amax(2)))
+    values, scale = found.values, _scales(tiles.abs().amax(2))
+    found.scales[0, :count] = scale
     scaled = (tiles * (1 / scale)[..., None]).flatten(1)[:, :size].clamp(-_MOST, _MOST)
     values[0, :count] = scaled.to(FLOAT8)
     if terms == 2:
+        found.scales[1, :count] = scale / TERM
         values[1, :count] = ((scaled - values[0, :count].float()) * TERM).to(FLOAT8)
     return found
 
@@ -232,10 +245,8 @@ def gated_scaled(partials: Tensor, how: RowsFormat, dtype: torch.dtype) -> Scale
             partials,
             # of the dtype that is rounded to, and never read
             partials.new_empty(0, dtype=dtype),
-            found.values,
-            found.scale,
+            *found.room,
             *partials.stride()[:2],
-            found.values.stride(0),
             SPLIT=split,
             **constants,
             **launch_options(partials.device),
@@ -258,10 +269,8 @@ def gate_heads_scaled(x: Tensor, gates: Tensor, how: RowsFormat) -> ScaledRows:
         launch.gate_heads_scale_kernel[len(x), spans](
             x,
             gates,
-            found.values,
-            found.scale,
+            *found.room,
             gates.stride(0),
-            found.values.stride(0),
             **constants,
             **launch_options(x.device),
         )
@@ -303,13 +312,11 @@ def add_norm_scaled(
             added_weight,
             rows,
             residual_out,
-            found.values,
-            found.scale,
+            *found.room,
             eps,
             *partials.stride()[:2],
             0 if residual is None else residual.stride(0),
             residual_out.stride(0),
-            found.values.stride(0),
             SPLIT=split,
             GROUPS=max(1, constants["BLOCK"] // BLOCK) if how.groups > 1 else 1,
             ALL_GROUPS=how.groups,
@@ -350,14 +357,14 @@ def _by_triton(x: ScaledRows, weight: ScaledWeight) -> Tensor:
         x.values,
         weight.values,
         out,
-        x.scale,
+        x.scales,
         weight.scale,
         count,
         width,
         x.values.stride(0),
         weight.values.stride(0),
         out.stride(0),
-        x.scale.stride(0),
+        x.scales.stride(2),
         weight.scale.stride(0),
         SIZE=size,
         HEIGHT=weight.height,
@@ -383,11 +390,10 @@ def _suits_torch(x: ScaledRows, weight: ScaledWeight) -> bool:
     """Whether torch's product, where it is right, takes these, and gains."""
     values = weight.values
     blocks = weight.scale.shape[1] > 1
-    # of blocks, rows of scales are copied by 16 bytes, and so are those of the weight's
+    # of blocks, the weight's rows of scales are copied by 16 bytes
     whole = (BLOCK, 4 * BLOCK) if blocks else (16, 16)
     return (
         len(x) > MAX_ROWS
-        and not (blocks and len(x) % 4)
         and x.dtype == torch.bfloat16
         and weight.height == (BLOCK if blocks else 1)
         and all(size % unit == 0 for size, unit in zip(values.shape, whole, strict=True))
@@ -397,27 +403,22 @@ def _suits_torch(x: ScaledRows, weight: ScaledWeight) -> bool:
 
 
 def _by_torch(x: ScaledRows, weight: ScaledWeight) -> Tensor:
-    """Multiply by torch's product, a term at a time."""
+    """Multiply by torch's product: the rows of all terms, and room."""
     blocks = weight.scale.shape[1] > 1
     kinds = ScalingType.RowWise, ScalingType.RowWise
     if blocks:
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    parts = []
-    for term, values in enumerate(x.values):
-        scale = x.scale / TERM if term else x.scale
-        parts.append(
-            scaled_mm(
-                values[: len(x)],
-                weight.values.t(),
-                # of blocks, a group's scales lie side by side
-                scale.t().contiguous().t() if blocks else scale,
-                kinds[0],
-                weight.scale.t(),
-                kinds[1],
-                output_dtype=x.dtype,
-            )
-        )
-    return torch.stack(parts) if len(parts) > 1 else parts[0][None]
+    product = scaled_mm(
+        x.values.flatten(0, 1),
+        weight.values.t(),
+        # some releases ask for a stride of 1 between columns, even of a sole one
+        x.scales.flatten(0, 1) if blocks else x.scales.flatten()[:, None],
+        kinds[0],
+        weight.scale.t(),
+        kinds[1],
+        output_dtype=x.dtype,
+    )
+    return product.unflatten(0, x.values.shape[:2])[:, : len(x)]
 
 
 def _check_blocks(device: torch.device) -> None:
@@ -476,8 +477,10 @@ def _spans(size: int, how: RowsFormat) -> tuple[dict[str, int], int]:
 def _room(like: Tensor, how: RowsFormat, dtype: torch.dtype) -> ScaledRows:
     """Return rows of the shape of ``like [T, K]``, not yet written."""
     count, size = like.shape
-    values = like.new_empty(how.terms, cdiv(count, ROWS_BOX) * ROWS_BOX, size, dtype=FLOAT8)
-    return ScaledRows(values, like.new_empty(count, how.groups, dtype=torch.float32), dtype)
+    padded = cdiv(count, ROWS_BOX) * ROWS_BOX
+    values = like.new_empty(how.terms, padded, size, dtype=FLOAT8)
+    scales = like.new_empty(how.groups, how.terms, padded, dtype=torch.float32)
+    return ScaledRows(values, scales.movedim(0, 2), count, dtype)
 
 
 def _scales(most: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ warpgroup multiplies 128 columns from nothing, since sums of float8 products kee
 and adds what comes out in float32: times both scales, or, where these hold for all columns, as it
 is.
 
-Beside what functions pass on there, ``scales`` are those of x, ``[T, G]``, and its row stride;
+Beside what functions pass on there, ``scales`` are those of x, ``[G, P]``, and its row stride;
 those of the weight, their row stride and the index of their last row; and room for the share's.
 """
 
@@ -59,7 +59,7 @@ def _keep_scales(scales, share, tokens, BT: gl.constexpr, KEPT: gl.constexpr):
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     step = gl.arange(0, KEPT, layout=gl.SliceLayout(1, flat))  # [KEPT]
     token = gl.arange(0, BT, layout=gl.SliceLayout(0, flat))  # [BT]
-    at = x + token[None, :] * stride + (begin + step)[:, None]
+    at = x + token[None, :] + (begin + step)[:, None] * stride
     room.store(gl.load(at, mask=(token < tokens)[None, :] & (step < count)[:, None], other=0.0))
     return reinterpret(room, gl.float32, [KEPT, BT], line)
 
@@ -67,11 +67,11 @@ def _keep_scales(scales, share, tokens, BT: gl.constexpr, KEPT: gl.constexpr):
 @gluon.jit
 def _scale_all(scales, values, row, tokens, BT: gl.constexpr, HEIGHT: gl.constexpr):
     """Multiply sums of all columns by the scales of both."""
-    x, stride_x, weight, stride, last, _ = scales
+    x, _, weight, stride, last, _ = scales
     layout: gl.constexpr = values.type.layout
     token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))  # [BT]
     at = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))  # [64]
-    of_x = gl.load(x + token * stride_x, mask=token < tokens, other=0.0)
+    of_x = gl.load(x + token, mask=token < tokens, other=0.0)
     of_w = gl.load(weight + gl.minimum((row + at) // HEIGHT, last) * stride)
     return values * (of_w[:, None] * of_x[None, :])
 
@@ -176,7 +176,7 @@ def gluon_scaled_linear_kernel(
     w8,  # descriptors of the weights [N, K] e4m3, boxes of so many rows by 128
     rows,  # descriptor of [TERMS * BOXES * BOX, K] e4m3, boxes [BOX, 128]
     out,  # [SPLIT, T, N]; with GATED [T, N / 2]
-    x_scale,  # [T, K / 128] float32; [T, 1] unless BLOCKS
+    x_scale,  # [K / 128, P] float32; [1, P] unless BLOCKS
     w_scale,  # [ceil(N / HEIGHT), K / 128] float32; [.., 1] unless BLOCKS
     tokens,
     width,

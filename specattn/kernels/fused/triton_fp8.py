@@ -30,10 +30,9 @@ def _store_scaled(
 ):
     """Quantise a span of a row, ``x [SPAN]``, by GROUPS scales.
 
-    What it goes ``to`` are values ``[TERMS, P, SIZE]``, the stride of their terms, and scales
-    ``[T, ALL_GROUPS]``.
+    What it goes ``to`` are values ``[TERMS, P, SIZE]``, scales ``[ALL_GROUPS, TERMS, P]``, and P.
     """
-    values, stride_term, scale = to
+    values, scales, padded = to
     column = span * SPAN + tl.arange(0, SPAN)  # [SPAN]
     group = span * GROUPS + tl.arange(0, GROUPS)  # [GROUPS]
     ok = column < SIZE
@@ -44,19 +43,21 @@ def _store_scaled(
     first = _e4m3(scaled)
     at = values + row * SIZE + column
     tl.store(at, first, mask=ok)
+    scale_at = scales + group * (TERMS * padded) + row
+    tl.store(scale_at, of_group, mask=group < ALL_GROUPS)
     if TERMS == 2:
         left = tl.clamp(scaled, -448.0, 448.0) - first.to(tl.float32)
-        tl.store(at + stride_term, _e4m3(left * 16.0), mask=ok)
-    tl.store(scale + row * ALL_GROUPS + group, of_group, mask=group < ALL_GROUPS)
+        tl.store(at + padded.to(tl.int64) * SIZE, _e4m3(left * 16.0), mask=ok)
+        tl.store(scale_at + padded, of_group / 16, mask=group < ALL_GROUPS)
 
 
 @triton.jit
 def scale_rows_kernel(
     x,  # [T, SIZE]
     values,  # [TERMS, P, SIZE], out
-    scale,  # [T, ALL_GROUPS] float32, out
+    scales,  # [ALL_GROUPS, TERMS, P] float32, out
+    padded,  # P
     stride_x,
-    stride_term,
     SIZE: tl.constexpr,
     SPAN: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -70,7 +71,7 @@ def scale_rows_kernel(
     column = span * SPAN + tl.arange(0, SPAN)  # [SPAN]
     enter(PDL)
     loaded = tl.load(x + row * stride_x + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    to = values, stride_term, scale
+    to = values, scales, padded
     _store_scaled(loaded, to, row, span, SIZE, SPAN, GROUPS, ALL_GROUPS, TERMS)
 
 
@@ -79,10 +80,10 @@ def gate_scale_kernel(
     partials,  # [SPLIT, T, 2, SIZE], gates first
     like,  # a pointer of the dtype to round to, never read
     values,  # [TERMS, P, SIZE], out
-    scale,  # [T, ALL_GROUPS] float32, out
+    scales,  # [ALL_GROUPS, TERMS, P] float32, out
+    padded,  # P
     stride_partial,
     stride_row,
-    stride_term,
     SIZE: tl.constexpr,
     SPAN: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -99,7 +100,7 @@ def gate_scale_kernel(
     x = gate(partials, row * stride_row + column, column < SIZE, stride_partial, SIZE, SPLIT)
     # quantised is what a product of plain weights would read
     x = x.to(like.dtype.element_ty).to(tl.float32)
-    to = values, stride_term, scale
+    to = values, scales, padded
     _store_scaled(x, to, row, span, SIZE, SPAN, GROUPS, ALL_GROUPS, TERMS)
 
 
@@ -108,9 +109,9 @@ def gate_heads_scale_kernel(
     x,  # [T, SIZE]
     gates,  # [T, SIZE]
     values,  # [TERMS, P, SIZE], out
-    scale,  # [T, ALL_GROUPS] float32, out
+    scales,  # [ALL_GROUPS, TERMS, P] float32, out
+    padded,  # P
     stride_row,
-    stride_term,
     SIZE: tl.constexpr,
     SPAN: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -126,7 +127,7 @@ def gate_heads_scale_kernel(
     value = gate_columns(x, gates, row, column, column < SIZE, SIZE, stride_row)
     # quantised is what a product of plain weights would read
     value = value.to(x.dtype.element_ty).to(tl.float32)
-    to = values, stride_term, scale
+    to = values, scales, padded
     _store_scaled(value, to, row, span, SIZE, SPAN, GROUPS, ALL_GROUPS, TERMS)
 
 
@@ -139,13 +140,13 @@ def add_norm_scale_kernel(
     rows,  # [R] int64, or None for all
     residual_out,  # [R, SIZE], out
     values,  # [TERMS, P, SIZE], out
-    scale,  # [R, ALL_GROUPS] float32, out
+    scales,  # [ALL_GROUPS, TERMS, P] float32, out
+    padded,  # P
     eps,
     stride_partial,
     stride_row,
     stride_residual,
     stride_residual_out,
-    stride_term,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -175,7 +176,7 @@ def add_norm_scale_kernel(
     )
     # quantised is what a product of plain weights would read
     x = x.to(residual_out.dtype.element_ty).to(tl.float32)
-    _store_scaled(x, (values, stride_term, scale), to, 0, SIZE, BLOCK, GROUPS, ALL_GROUPS, TERMS)
+    _store_scaled(x, (values, scales, padded), to, 0, SIZE, BLOCK, GROUPS, ALL_GROUPS, TERMS)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -183,7 +184,7 @@ def scaled_linear_kernel(
     x,  # [TERMS, P, SIZE], e4m3
     weight,  # [width, SIZE], e4m3
     out,  # [SPLIT, tokens, width], out
-    x_scale,  # [tokens, G], G of 128 columns each; [tokens, 1] unless BLOCKS
+    x_scale,  # [G, P], G of 128 columns each; [1, P] unless BLOCKS
     w_scale,  # [ceil(width / HEIGHT), G], or [.., 1]
     tokens,
     width,
@@ -216,7 +217,7 @@ def scaled_linear_kernel(
         ws_at = w_scale + first // HEIGHT * stride_ws
     else:
         ws_at = w_scale + row // HEIGHT * stride_ws
-    xs_at = x_scale + token * stride_xs
+    xs_at = x_scale + token
     enter(PDL)
     total = tl.zeros([BN, BT], tl.float32)
     for step in tl.range(part * STEPS // SPLIT, (part + 1) * STEPS // SPLIT, num_stages=STAGES):
@@ -233,7 +234,7 @@ def scaled_linear_kernel(
             x_tile = tl.load(x_at + stride_term + at, mask=x_here, other=0.0)
             product += tl.dot(w_tile, x_tile.T) * (1 / 16)
         if BLOCKS:
-            of_x = tl.load(xs_at + step, mask=x_ok, other=0.0)[None, :]
+            of_x = tl.load(xs_at + step * stride_xs, mask=x_ok, other=0.0)[None, :]
             if HEIGHT % BN == 0:
                 product *= of_x * tl.load(ws_at + step)
             else:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import ScalingType
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specattn.kernels.fused import add_partials, add_rms_norm, fp8, stream_fp8
 from specattn.kernels.fused.fp8 import RowsFormat, ScaledRows, ScaledWeight
@@ -56,6 +59,15 @@ def check_scales(scale: torch.Tensor, x: torch.Tensor, height: int, width: int) 
             assert abs(found - want) <= 1e-6 * want, (i, j)
 
 
+def check_layout(found: ScaledRows, groups: int, terms: int) -> None:
+    """A group's scales lie side by side; those of second terms are a 16th."""
+    padded = -(-len(found) // 16) * 16
+    assert found.scales.shape == (terms, padded, groups)
+    assert found.scales.movedim(2, 0).is_contiguous()
+    for term, scale in enumerate(found.scales):
+        assert scale[: len(found)].equal(found.scale / 16**term)
+
+
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Numbers of all sizes, some rows far larger than others, one all zeros."""
     x = torch.randn(*shape) * torch.logspace(-4, 3, shape[0])[:, None]
@@ -91,6 +103,7 @@ def test_rows_are_the_nearest_numbers(implementation, dtype, shape, blocks, term
     x = wide[:, : shape[1]].copy_(drawn(*shape, dtype=dtype))
     groups = -(-shape[1] // 128) if blocks else 1
     found = fp8.scale_rows(x, RowsFormat(groups, terms))
+    check_layout(found, groups, terms)
     assert (len(found), found.dtype, len(found.values)) == (shape[0], dtype, terms)
     assert found.scale.shape == (shape[0], groups)
     check_scales(found.scale, x.cpu().double(), 1, 128 if groups > 1 else shape[1])
@@ -217,11 +230,13 @@ def as_on_hopper(*operands, output_dtype: torch.dtype) -> torch.Tensor:
     if x_kind is ScalingType.RowWise:
         assert w_kind is ScalingType.RowWise
         assert (x_scale.shape, w_scale.shape) == ((len(x), 1), (1, weight.shape[1]))
+        assert x_scale.stride(1) == w_scale.stride(1) == 1
         spread = x_scale.double(), w_scale.double()
     else:
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
         assert (x_kind, w_kind) == kinds
         assert x_scale.stride() == (1, len(x))
+        assert len(x) % 4 == 0
         both = x_scale.double(), w_scale.double().repeat_interleave(128, 1)
         spread = both[0].repeat_interleave(128, 1), both[1].repeat_interleave(128, 0)
     product = (x.double() * spread[0]) @ (weight.double() * spread[1])
@@ -230,15 +245,18 @@ def as_on_hopper(*operands, output_dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("blocks", [False, True])
-def test_many_rows_are_multiplied_by_torch(blocks, terms, monkeypatch) -> None:
+@pytest.mark.parametrize("rows", [65, 80])
+def test_many_rows_are_multiplied_by_torch(rows, blocks, terms, monkeypatch) -> None:
     monkeypatch.setattr(fp8, "scaled_mm", as_on_hopper)
     monkeypatch.setattr(fp8, "gluon_ok", lambda name, check, device: check(device) is None)
     scale = fp8.scale_blocks if blocks else fp8.scale_channels
     weight = scale(torch.randn(256, 512), terms=terms)
-    x = fp8.scale_rows(torch.randn(68, 512).bfloat16(), weight.rows_format)
+    x = fp8.scale_rows(torch.randn(rows, 512).bfloat16(), weight.rows_format)
+    x.values.view(torch.uint8)[:, rows:] = 0xFF
+    x.scales[:, rows:] = torch.nan
     assert fp8._suits_torch(x, weight)
     found = fp8._by_torch(x, weight)
-    assert (len(found), found.dtype) == (terms, torch.bfloat16)
+    assert (found.shape, found.dtype) == ((terms, rows, 256), torch.bfloat16)
     assert off(found.double().sum(0), numbers_of(x) @ numbers_of(weight).T) < 4e-3
     # few rows are streamed; others are the Triton kernel's
     few = fp8.scale_rows(torch.randn(64, 512).bfloat16(), weight.rows_format)
@@ -247,13 +265,41 @@ def test_many_rows_are_multiplied_by_torch(blocks, terms, monkeypatch) -> None:
     assert not fp8._suits_torch(half, weight)
     assert not fp8._suits_torch(x, weight.rows(0, 100))
     if blocks:
-        # a group's scales are copied by 16 bytes
-        uneven = fp8.scale_rows(torch.randn(66, 512).bfloat16(), weight.rows_format)
-        assert not fp8._suits_torch(uneven, weight)
         assert not fp8._suits_torch(x, weight.of_height(64))
         odd = scale(torch.randn(256, 640), terms=terms)
         x = fp8.scale_rows(torch.randn(68, 640).bfloat16(), odd.rows_format)
         assert not fp8._suits_torch(x, odd)
+
+
+class Launches(TorchDispatchMode):
+    """The operations that would be launches: neither views nor new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and "empty" not in str(func):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("rows", [65, 256])
+def test_torch_multiplies_many_rows_in_one_launch(rows, blocks, terms, monkeypatch) -> None:
+    """What quantisers write is what its product reads: no copy is between them."""
+
+    def multiply(x, weight, *_, output_dtype):
+        return torch.empty(len(x), weight.shape[1], dtype=output_dtype)
+
+    monkeypatch.setattr(fp8, "scaled_mm", multiply)
+    weight = (fp8.scale_blocks if blocks else fp8.scale_channels)(torch.randn(256, 512))
+    weight = replace(weight, terms=terms)
+    x = fp8.scale_rows(torch.randn(rows, 512).bfloat16(), weight.rows_format)
+    with Launches() as launches:
+        fp8._by_torch(x, weight)
+    assert launches.names == []
 
 
 @pytest.mark.gpu
@@ -292,6 +338,7 @@ def test_norms_are_quantised_as_they_are_rounded(implementation, dtype, how) -> 
         assert stream_out is where["residual_out"]
         assert stream_out.equal(total)
         assert (found.dtype, len(found)) == (dtype, len(want))
+        check_layout(found, *how)
         assert found.scale.equal(want.scale)
         assert found.restored().equal(want.restored())
     none = fp8.add_norm_scaled(partials[:, :0], stream[:0], weight, 1e-5, how)
@@ -321,6 +368,7 @@ def test_gated_rows_are_quantised_as_they_are_rounded(
         monkeypatch.setattr(fp8, "add_partials", None)
     found = fp8.gated_scaled(partials, how, dtype)
     assert (found.dtype, found.values.shape) == (dtype, want.values.shape)
+    check_layout(found, *how)
     assert found.scale.equal(want.scale)
     bits, same = (one.values[:, :rows].view(torch.uint8) for one in (found, want))
     assert bits.equal(same)
@@ -362,6 +410,7 @@ def test_gated_heads_are_quantised_as_they_are_rounded(
         monkeypatch.setattr(fp8, "gate_heads", None)
     found = fp8.gate_heads_scaled(x, gates, how)
     assert (found.dtype, found.values.shape) == (dtype, want.values.shape)
+    check_layout(found, *how)
     assert found.scale.equal(want.scale)
     bits, same = (one.values[:, :rows].view(torch.uint8) for one in (found, want))
     assert bits.equal(same)
@@ -377,8 +426,10 @@ def shapes(rows: int, out: int, inner: int, *, blocks: bool, terms: int, height:
     groups = -(-inner // 128) if blocks else 1
     values, scale = torch.empty(out, inner, dtype=F8), torch.empty(-(-out // height), groups)
     weight = ScaledWeight(values, scale, height if blocks else 1, terms)
-    room = torch.empty(terms, -(-rows // 16) * 16, inner, dtype=F8)
-    return ScaledRows(room, torch.empty(rows, groups), torch.bfloat16), weight
+    padded = -(-rows // 16) * 16
+    room = torch.empty(terms, padded, inner, dtype=F8)
+    scales = torch.empty(groups, terms, padded).movedim(0, 2)
+    return ScaledRows(room, scales, rows, torch.bfloat16), weight
 
 
 def test_only_few_rows_of_what_tma_copies_are_streamed(monkeypatch) -> None:
