@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from specattn.autocast import without_autocast
-from specattn.kernels.fused import add_rms_norm, embed_norm_pair
-from specattn.models.fused.block import FusedModel
+from specattn.kernels.fused import embed_norm_pair
+from specattn.models.fused.block import FusedModel, add_norm_for
 from specattn.speculative.model import DraftOutput
 
 if TYPE_CHECKING:
@@ -161,5 +161,6 @@ class Eagle3Head(DraftHead):
             stream = both[:, self.hidden_size :]
         x, stream = block.attend(both, stream, 0, positions, attend, rows)
         # The next step continues the stream; in the paper only the logits see the norm.
-        x, stream = add_rms_norm(block.feed(x), stream, self.norm, block.eps)
+        how = None if self.norm_output else self.lm_head.rows_format
+        x, stream = add_norm_for(how, block.feed(x), stream, self.norm, block.eps)
         return DraftOutput(self._logits(x), x if self.norm_output else stream)

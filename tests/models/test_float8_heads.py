@@ -10,6 +10,7 @@ import torch
 
 from specattn.errors import ModelError
 from specattn.models import HFTarget, load_dflash, load_draft
+from specattn.models.fused import scaled as scaled_models
 from specattn.models.fused.projection import Projection
 from specattn.models.fused.scaled import ScaledProjection
 from tests.models import test_dflash
@@ -106,6 +107,26 @@ def test_a_head_is_what_is_stored(target, dense, tmp_path, kind, layout) -> None
         found.append(one.forward(ids, one.combine(features), torch.arange(T), attend).logits)
     assert 1e-3 < off(found[1], found[0]) < 8e-2
     assert off(found[2], found[0]) < 4e-3
+
+
+@pytest.mark.parametrize("continued", ["stream", "norm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_norm_is_quantised_in_its_launch(
+    target, dense, tmp_path, kind, continued, monkeypatch
+) -> None:
+    """For logits, unless the next step continues it, too."""
+    settings = {"draft_vocab_size": VD, "norm_output": continued == "norm"}
+    stored = quantised(eagle3_tensors(), kind)
+    head = loaded(tmp_path, target, stored, quantization_config=KINDS[kind][0], **settings)
+    seen, scale_rows = [], scaled_models.scale_rows
+    monkeypatch.setattr(
+        scaled_models, "scale_rows", lambda x, how: seen.append(x.shape[1]) or scale_rows(x, how)
+    )
+    attend = dense(head.layers).at(torch.arange(T))
+    found = head.forward(torch.arange(T), torch.randn(T, HT), torch.arange(T), attend)
+    # norms of embeddings and states, and what attention leaves
+    assert seen == [2 * HT, 4 * 24, *([HT] if continued == "norm" else [])]
+    assert found.logits.dtype == found.hidden_states.dtype == torch.float32
 
 
 def test_a_dflash_head_is_what_is_stored(target, tmp_path) -> None:
