@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specattn.backends.base import BoundAttention
     from specattn.config import AttnConfig
     from specattn.kernels.fused import Rotation
+    from specattn.kernels.fused.fp8 import RowsFormat, ScaledRows
     from specattn.kernels.gated_delta import LayerParts, LayerWeights, Nodes
     from specattn.kernels.masks import Window
     from specattn.plan import Plan
@@ -272,7 +273,14 @@ class BoundLayers(CompositeAttention):
             raise ValueError(f"layer must attend, layer {layer} has a state: call attend.mix")
         return own
 
-    def packed(self, layer: int, parts: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+    def packed(
+        self,
+        layer: int,
+        parts: Tensor,
+        positions: Tensor,
+        rotation: Rotation,
+        how: RowsFormat | None = None,
+    ) -> Tensor | ScaledRows:
         """Norm and rotate heads, store keys and values, then attend.
 
         Parameters
@@ -285,11 +293,13 @@ class BoundLayers(CompositeAttention):
             ``[T]`` int64.
         rotation : Rotation
             The position embedding, and the bias and norms before it.
+        how : RowsFormat, optional
+            How the product that follows takes its rows, if quantised.
 
         Returns
         -------
-        Tensor
-            ``[T, Hq, D]``.
+        Tensor or ScaledRows
+            ``[T, Hq * D]``, quantised if that is wanted and costs no launch.
         """
         own = self._attending(layer)
         q = own.pool.store_packed(
@@ -301,7 +311,9 @@ class BoundLayers(CompositeAttention):
             own.backend.config.num_qo_heads,
             prefetch=bool(self._ran) and all(bound.prefetches for bound in self._bound.values()),
         )
-        return self(layer, q)
+        if how is None or own.backend.config.sinks:
+            return self(layer, q).flatten(1)
+        return self._bound_of(own).rows_for(how, q, own.k_cache, own.v_cache)
 
     def attend(  # noqa: PLR0913 - as its docstring says
         self,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specattn.config import AttnConfig, KVScales
+    from specattn.kernels.fused.fp8 import RowsFormat, ScaledRows
     from specattn.plan import Plan
 
 
@@ -136,6 +137,27 @@ class BoundAttention(ABC):
         out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
         self.run(q, k_cache, v_cache, out, lse)
         return out
+
+    def rows_for(
+        self, how: RowsFormat, q: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor | ScaledRows:
+        """Attend for a product of quantised rows.
+
+        A backend whose kernels quantise overrides it.
+
+        Parameters
+        ----------
+        how : RowsFormat
+            How the product takes its rows.
+        q, k_cache, v_cache
+            As in `run`.
+
+        Returns
+        -------
+        Tensor or ScaledRows
+            ``[rows, num_qo_heads * v_head_dim]``, quantised where that costs no launch.
+        """
+        return self.result(q, k_cache, v_cache).flatten(1)
 
     @property
     def prefetches(self) -> bool:

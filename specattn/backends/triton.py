@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from specattn.config import AttnConfig, KVScales
     from specattn.kernels.attention.plan import PlanRequest
+    from specattn.kernels.fused.fp8 import RowsFormat, ScaledRows
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +228,14 @@ class TritonBound(BoundAttention):
     ) -> None:
         """Attend; see `BoundAttention.run`."""
         self.kernel.run(q, k_cache, v_cache, out, lse, **self.inputs)
+
+    def rows_for(
+        self, how: RowsFormat, q: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor | ScaledRows:
+        """Attend for a product; see `BoundAttention.rows_for`."""
+        if not self.kernel.quantises(how):
+            return super().rows_for(how, q, k_cache, v_cache)
+        return self.kernel.scaled(q, k_cache, v_cache, how, **self.inputs)
 
 
 @dataclass(frozen=True)

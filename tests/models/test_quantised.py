@@ -22,6 +22,7 @@ from specattn.models.fused.projection import Projection
 from specattn.models.fused.readers import UnreadError, projection_of
 from specattn.models.fused.scaled import FORMATS, ScaledLinear, ScaledProjection, quantise
 from specattn.models.quantisation import quantise_model
+from tests.implementations import using
 from tests.models.heads import VD, eagle3_tensors, write
 
 if TYPE_CHECKING:
@@ -221,6 +222,30 @@ def test_norms_and_gates_are_quantised_in_their_launch(tiny, dense, kind, monkey
     ids, positions = torch.randint(1, 101, (LENGTH,)), torch.arange(LENGTH)
     target.forward(ids, positions, dense(target.layers).at(positions))
     assert [x.shape[1] for x in seen] == [4 * 24] * 4
+
+
+def test_merges_quantise_for_the_product_that_follows(tiny, monkeypatch) -> None:
+    """Heads of 128 in blocks: tokens that are decoded take no launch of their own."""
+    seen = []
+    scale_rows = scaled.scale_rows
+    monkeypatch.setattr(
+        scaled, "scale_rows", lambda x, how: seen.append(len(x)) or scale_rows(x, how)
+    )
+    model = tiny("llama", num_hidden_layers=1, head_dim=128)
+    quantise_model(model, "fp8")
+    target, config = fuse(HFTarget.from_model(model))[0], SpecConfig(0, 1, 1, max_context_len=32)
+
+    def text(backend: str) -> Any:
+        engine = Engine(target, None, config, backend=backend, buckets=[1], graphs=False)
+        (result,) = engine.generate([Request(PROMPTS[0], 3, min_new_tokens=3)])
+        return result.tokens
+
+    want = text("torch_native")
+    seen.clear()
+    with using("triton"):
+        assert text("triton") == want
+    # the prompt alone
+    assert seen == [len(PROMPTS[0])]
 
 
 def generated(target: Any, draft: Any = None, *, steps: tuple[int, int, int] | None) -> list:

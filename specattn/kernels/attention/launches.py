@@ -39,6 +39,7 @@ from specattn.kernels.attention.tree_attention import (
     row_strides,
     shape_constants,
 )
+from specattn.kernels.fused.fp8 import BLOCK, RowsFormat, ScaledRows, has_kernels, rows_like
 from specattn.kernels.launch import cdiv, launch_options
 
 
@@ -140,11 +141,28 @@ class TreeKernels:
     def trace(self, bucket: TreeAttention, indices: Tensor, tail: Tail) -> None:
         """Do nothing: these kernels read the words themselves."""
 
+    def quantises(self, bucket: TreeAttention, how: RowsFormat) -> bool:
+        """Whether the merge quantises so: by a scale per head."""
+        # the table of requests is another one where all are merged
+        each = self.partial_tiles or self.sharing
+        return (
+            (bucket.v_head_dim, how.groups) == (BLOCK, bucket.num_qo_heads)
+            and not (each or self.merge_tile.span)
+            and has_kernels(bucket.workspace[0])
+        )
+
     def run(self, bucket: TreeAttention, operands: Operands) -> None:
         """Attend and merge."""
         self.attend(bucket, operands)
         if self.splits > 1 or self.partial_tiles or self.sharing:
             self.merge(bucket, operands.out, operands.lse)
+
+    def run_scaled(self, bucket: TreeAttention, operands: Operands, how: RowsFormat) -> ScaledRows:
+        """Attend, merge and quantise."""
+        self.attend(bucket, operands)
+        found = rows_like(operands.out.flatten(1), how)
+        self.merge(bucket, operands.out, None, found)
+        return found
 
     def attend(self, bucket: TreeAttention, operands: Operands) -> None:
         """Launch the kernel of the tile."""
@@ -165,9 +183,22 @@ class TreeKernels:
             return {}
         return {table: getattr(self.tables, table), "own_rows": self._own_rows(bucket)}
 
-    def merge(self, bucket: TreeAttention, out: Tensor, lse: Tensor | None) -> None:
-        """Launch the merge of the requests that were cut."""
+    def merge(
+        self,
+        bucket: TreeAttention,
+        out: Tensor,
+        lse: Tensor | None,
+        scaled: ScaledRows | None = None,
+    ) -> None:
+        """Launch the merge of the requests that were cut.
+
+        With ``scaled`` it quantises the rows of all requests.
+        """
         merge, in_order = self.merge_tile, self.partial_tiles > 0
+        options: dict[str, Any] = {}
+        if scaled is not None:
+            options = {"requests": self.tables.requests, "scaled": scaled.room}
+            options["TERMS"] = len(scaled.values)
         # whatever the splits, any request may have to be merged, and results have no padded rows
         each = in_order or self.sharing is not None
         rows, width = bucket.q_len * bucket.group, padded(bucket.v_head_dim)
@@ -175,7 +206,7 @@ class TreeKernels:
         blocks = (
             bucket.num_kv_heads * width // span,
             cdiv(rows, merge.rows),
-            bucket.batch if each else min(self.splits, bucket.batch),
+            bucket.batch if each or options else min(self.splits, bucket.batch),
         )
         merge_kernel[blocks](
             self.tables.merges,
@@ -199,6 +230,7 @@ class TreeKernels:
             IN_ORDER=in_order,
             TILE_ROWS=self.m_tiles * self.tile.block_m,
             **self.shared(bucket, "shares"),
+            **options,
             num_warps=4,
             **self.launch_options,
         )

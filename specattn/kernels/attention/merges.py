@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specattn.kernels.attention.softmax import EMPTY, LN2, LOG2E
+from specattn.kernels.fused.triton_fp8 import store_heads
 
 
 @triton.jit
@@ -79,6 +80,12 @@ def _weigh(
     return new_top, total, acc
 
 
+@triton.jit
+def _place(req, head, packed, Q_LEN: tl.constexpr, GROUP: tl.constexpr):
+    """Return rows and heads of a request's packed rows."""
+    return (req * Q_LEN + packed // GROUP).to(tl.int64), head * GROUP + packed % GROUP
+
+
 @triton.jit(do_not_specialize=["own_rows"])
 def merge_kernel(
     merges,  # [1 + SPLITS, 4] int32
@@ -108,6 +115,10 @@ def merge_kernel(
     shares=None,  # [ENTRIES, 2] int32
     own_rows=None,
     TILE_ROWS: tl.constexpr = 1,
+    # of heads that are quantised, cut or not: results are there already of those that are not
+    requests=None,  # [B, 8] int64
+    scaled=None,  # values [TERMS, P, Hq * V_DIM], out; scales [Hq, TERMS, P] float32, out; P
+    TERMS: tl.constexpr = 1,
 ):
     """Weigh the partials of ``ROWS`` rows and ``SPAN`` columns by their log-sum-exp.
 
@@ -122,17 +133,24 @@ def merge_kernel(
     nth = tl.program_id(2)
     # the plan was there before the attention kernel, which has waited for it, let this one start;
     # an entry past the last is read with the count, not after it, and dropped
-    count = tl.load(merges)
-    req = tl.load(merges + (nth + 1) * 4)
-    slot = tl.load(merges + (nth + 1) * 4 + 1)
-    partials = tl.load(merges + (nth + 1) * 4 + 2)
+    if requests is not None:
+        req = nth
+        partials = tl.load(requests + nth * 8 + 3).to(tl.int32)
+        rank = tl.load(requests + nth * 8 + 4).to(tl.int32)
+        live = partials > 1
+        slot = tl.load(merges + (rank + 1) * 4 + 1, mask=live, other=0)
+    else:
+        count = tl.load(merges)
+        req = tl.load(merges + (nth + 1) * 4)
+        slot = tl.load(merges + (nth + 1) * 4 + 1)
+        partials = tl.load(merges + (nth + 1) * 4 + 2)
+        live = nth < count
     if shares is not None:
         place = tl.load(merges + (nth + 1) * 4 + 3)
     if PDL:
         # whoever comes next waits for this kernel's end; until then it may fetch what is its own
         gdc_launch_dependents()
         gdc_wait()
-    live = nth < count
     if IN_ORDER and sinks is None:
         # a sole result is there already
         live = live & (partials > 1)
@@ -199,8 +217,7 @@ def merge_kernel(
                 )
 
         ok = packed < Q_LEN * GROUP
-        q_row = (req * Q_LEN + packed // GROUP).to(tl.int64)
-        q_head = head * GROUP + packed % GROUP
+        q_row, q_head = _place(req, head, packed, Q_LEN, GROUP)
         if sinks is not None:
             # last: which partial is a row's first depends on the windows of its neighbours
             log = tl.load(sinks + q_head).to(tl.float32) * LOG2E
@@ -212,15 +229,28 @@ def merge_kernel(
             total = tl.fma(total, fade, weight)
             acc = acc * fade[:, None]
             top = new_top
-        ptr = out + (q_row * stride_out + q_head * stride_out_head)[:, None] + dv[None, :]
         # rows without any key: their partials are all 0, and so is the result
-        tl.store(ptr, (acc / total[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & column_ok)
+        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        if requests is not None:
+            # quantised is what a product of plain weights would read
+            x = result.to(tl.float32)
+            store_heads(x, scaled, q_row, q_head, ok, NUM_KV * GROUP * V_DIM, V_DIM, TERMS)
+        else:
+            ptr = out + (q_row * stride_out + q_head * stride_out_head)[:, None] + dv[None, :]
+            tl.store(ptr, result, mask=ok[:, None] & column_ok)
         if lse is not None:
             # a sum that is no number says so, whatever the maximum left out
             seen = (top > 0.5 * EMPTY) | (total != total)
             value = tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
             ptr = lse + q_row * stride_lse + q_head * stride_lse_head
             tl.store(ptr, value, mask=ok & (first_column == 0))
+    elif requests is not None:
+        packed = first_row + tl.arange(0, ROWS)  # [ROWS]
+        ok = packed < Q_LEN * GROUP
+        q_row, q_head = _place(req, head, packed, Q_LEN, GROUP)
+        ptr = out + (q_row * stride_out + q_head * stride_out_head)[:, None]
+        x = tl.load(ptr + tl.arange(0, SPAN)[None, :], mask=ok[:, None], other=0.0).to(tl.float32)
+        store_heads(x, scaled, q_row, q_head, ok, NUM_KV * GROUP * V_DIM, V_DIM, TERMS)
 
 
 @triton.jit

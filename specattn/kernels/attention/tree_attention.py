@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specattn.config import KVScales
     from specattn.kernels.attention.launches import TreeKernels
     from specattn.kernels.attention.plan import PlanRequest
+    from specattn.kernels.fused.fp8 import RowsFormat, ScaledRows
 
 ALIGN = 256
 # requests up to which later layers prefetch the prefix; steps of more gain nothing by it, and lose
@@ -433,6 +434,39 @@ class TreeAttention:
         operands = Operands(q, k_cache, v_cache, out, lse, indices, self._tail(**tail))
         self._check_run(operands)
         self.kernels.run(self, operands)
+
+    def quantises(self, how: RowsFormat) -> bool:
+        """Whether `scaled` quantises so, which costs no launch."""
+        return self.kernels.quantises(self, how)
+
+    def scaled(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        how: RowsFormat,
+        *,
+        indices: Tensor,
+        **tail: Tensor | None,
+    ) -> ScaledRows:
+        """Attend as `run`, and quantise for a product.
+
+        Parameters
+        ----------
+        q, k_cache, v_cache, indices, **tail
+            As in `run`.
+        how : RowsFormat
+            What `quantises` allows.
+
+        Returns
+        -------
+        ScaledRows
+            ``[B * q_len, Hq * Dv]``, as `scale_rows` makes it of ``out``.
+        """
+        out = q.new_empty(*q.shape[:-1], self.v_head_dim)
+        operands = Operands(q, k_cache, v_cache, out, None, indices, self._tail(**tail))
+        self._check_run(operands)
+        return self.kernels.run_scaled(self, operands, how)
 
     def _check_run(self, operands: Operands) -> None:
         q, k_cache, v_cache, out, lse, indices, _ = operands

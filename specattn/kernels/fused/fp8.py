@@ -192,8 +192,8 @@ def scale_channels(weight: Tensor, *, terms: int = 1) -> ScaledWeight:
 def scale_rows(x: Tensor, how: RowsFormat) -> ScaledRows:
     """Quantise ``x [T, K]``, dense in its last axis, for a product."""
     (count, size), (groups, terms) = x.shape, how
-    found = _room(x, how, x.dtype)
-    if _launches(x):
+    found = rows_like(x, how)
+    if has_kernels(x):
         if count:
             constants, spans = _spans(size, how)
             launch.scale_rows_kernel[count, spans](
@@ -234,11 +234,11 @@ def gated_scaled(partials: Tensor, how: RowsFormat, dtype: torch.dtype) -> Scale
     ScaledRows
         ``[T, N]``.
     """
-    if not _launches(partials):
+    if not has_kernels(partials):
         return scale_rows(add_partials(partials, dtype, gated=True), how)
     split, count, both = partials.shape
     size = both // 2
-    found = _room(partials[0, :, :size], how, dtype)
+    found = rows_like(partials[0, :, :size], how, dtype)
     if count:
         constants, spans = _spans(size, how)
         launch.gate_scale_kernel[count, spans](
@@ -260,10 +260,10 @@ def gate_heads_scaled(x: Tensor, gates: Tensor, how: RowsFormat) -> ScaledRows:
     ``x`` and ``gates`` are those of `specattn.kernels.fused.gates.gate_heads`, whose result is
     quantised as `scale_rows` does it, in the same launch.
     """
-    if not _launches(x):
+    if not has_kernels(x):
         return scale_rows(gate_heads(x, gates), how)
     check_gates(x, gates)
-    found = _room(x, how, x.dtype)
+    found = rows_like(x, how)
     if len(x):
         constants, spans = _spans(x.shape[1], how)
         launch.gate_heads_scale_kernel[len(x), spans](
@@ -295,14 +295,14 @@ def add_norm_scaled(
     `scale_rows` does it, in the same launch.
     """
     options = {"rows": rows, "residual_out": residual_out, "added_weight": added_weight}
-    if not _launches(weight):
+    if not has_kernels(weight):
         x, total = add_rms_norm(partials, residual, weight, eps, dtype=dtype, **options)
         return scale_rows(x, how), total
     (split, count, size), like = partials.shape, weight if residual is None else residual
     count = count if rows is None else len(rows)
     if residual_out is None:
         residual_out = like.new_empty(count, size, dtype=dtype)
-    found = _room(residual_out, how, dtype or like.dtype)
+    found = rows_like(residual_out, how, dtype or like.dtype)
     if count:
         constants = whole_rows(size)
         launch.add_norm_scale_kernel[(count,)](
@@ -335,7 +335,7 @@ def scaled_linear(x: ScaledRows, weight: ScaledWeight) -> Tensor:
     Tensor
         ``[S, T, N]``, partials whose sum is the product: one of x's dtype, or several in float32.
     """
-    if len(x) and _launches(weight.values):
+    if len(x) and has_kernels(weight.values):
         return _by_torch(x, weight) if _suits_torch(x, weight) else _by_triton(x, weight)
     return linear(x.restored(), weight.restored()).to(x.dtype)[None]
 
@@ -418,7 +418,8 @@ def _by_torch(x: ScaledRows, weight: ScaledWeight) -> Tensor:
         kinds[1],
         output_dtype=x.dtype,
     )
-    return product.unflatten(0, x.values.shape[:2])[:, : len(x)]
+    found: Tensor = product.unflatten(0, x.values.shape[:2])
+    return found[:, : len(x)]
 
 
 def _check_blocks(device: torch.device) -> None:
@@ -443,7 +444,7 @@ def _check_torch(device: torch.device, scale: Callable[..., ScaledWeight]) -> No
             raise ArithmeticError(f"relative error {error:.1e}")
 
 
-def _launches(tensor: Tensor) -> bool:
+def has_kernels(tensor: Tensor) -> bool:
     """Whether Triton kernels of float8 run where a tensor is."""
     return on_triton(tensor) and _has_float8(tensor.device)
 
@@ -474,13 +475,13 @@ def _spans(size: int, how: RowsFormat) -> tuple[dict[str, int], int]:
     return constants, cdiv(size, span)
 
 
-def _room(like: Tensor, how: RowsFormat, dtype: torch.dtype) -> ScaledRows:
-    """Return rows of the shape of ``like [T, K]``, not yet written."""
+def rows_like(like: Tensor, how: RowsFormat, dtype: torch.dtype | None = None) -> ScaledRows:
+    """Return rows for numbers like ``like [T, K]``, not yet written."""
     count, size = like.shape
     padded = cdiv(count, ROWS_BOX) * ROWS_BOX
     values = like.new_empty(how.terms, padded, size, dtype=FLOAT8)
     scales = like.new_empty(how.groups, how.terms, padded, dtype=torch.float32)
-    return ScaledRows(values, scales.movedim(0, 2), count, dtype)
+    return ScaledRows(values, scales.movedim(0, 2), count, dtype or like.dtype)
 
 
 def _scales(most: Tensor) -> Tensor:

@@ -17,6 +17,41 @@ def _e4m3(x):
 
 
 @triton.jit
+def scale_of(tiles):
+    """Return the scale of each of ``tiles [N, WIDTH]``, and its inverse."""
+    # as in torch, to the last bit
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(tiles), 1), 1e-10), 448.0)
+    return scale, tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def store_terms(
+    scaled, scale, at, scale_at, ok, scale_ok, padded, SIZE: tl.constexpr, TERMS: tl.constexpr
+):
+    """Store scaled numbers and their scales, at pointers to the first term's."""
+    first = _e4m3(scaled)
+    tl.store(at, first, mask=ok)
+    tl.store(scale_at, scale, mask=scale_ok)
+    if TERMS == 2:
+        left = tl.clamp(scaled, -448.0, 448.0) - first.to(tl.float32)
+        tl.store(at + padded.to(tl.int64) * SIZE, _e4m3(left * 16.0), mask=ok)
+        tl.store(scale_at + padded, scale / 16, mask=scale_ok)
+
+
+@triton.jit
+def store_heads(x, to, row, head, ok, SIZE: tl.constexpr, DIM: tl.constexpr, TERMS: tl.constexpr):
+    """Quantise heads of rows, ``x [N, DIM]``, each by a scale.
+
+    ``row``, ``head`` and ``ok`` are ``[N]``; what it goes ``to`` is as in `_store_scaled`.
+    """
+    values, scales, padded = to
+    scale, inverse = scale_of(x)
+    at = values + (row * SIZE + head * DIM)[:, None] + tl.arange(0, DIM)[None, :]
+    scale_at = scales + head * (TERMS * padded) + row
+    store_terms(x * inverse[:, None], scale, at, scale_at, ok[:, None], ok, padded, SIZE, TERMS)
+
+
+@triton.jit
 def _store_scaled(
     x,
     to,
@@ -37,18 +72,11 @@ def _store_scaled(
     group = span * GROUPS + tl.arange(0, GROUPS)  # [GROUPS]
     ok = column < SIZE
     tiles = tl.reshape(x, [GROUPS, SPAN // GROUPS])
-    # as in torch, to the last bit
-    of_group = tl.div_rn(tl.maximum(tl.max(tl.abs(tiles), 1), 1e-10), 448.0)
-    scaled = tl.reshape(tiles * tl.div_rn(1.0, of_group)[:, None], [SPAN])
-    first = _e4m3(scaled)
+    scale, inverse = scale_of(tiles)
+    scaled = tl.reshape(tiles * inverse[:, None], [SPAN])
     at = values + row * SIZE + column
-    tl.store(at, first, mask=ok)
     scale_at = scales + group * (TERMS * padded) + row
-    tl.store(scale_at, of_group, mask=group < ALL_GROUPS)
-    if TERMS == 2:
-        left = tl.clamp(scaled, -448.0, 448.0) - first.to(tl.float32)
-        tl.store(at + padded.to(tl.int64) * SIZE, _e4m3(left * 16.0), mask=ok)
-        tl.store(scale_at + padded, of_group / 16, mask=group < ALL_GROUPS)
+    store_terms(scaled, scale, at, scale_at, ok, group < ALL_GROUPS, padded, SIZE, TERMS)
 
 
 @triton.jit

@@ -320,8 +320,11 @@ class Block:
             given = gather_columns(self.qkv.parts(x), self.columns, self.geometry.dtype)
             gated = self.geometry.num_qo_heads * self.geometry.head_dim
             parts, gates = given[None, :, :-gated], given[:, -gated:]
+        out: Any
         if isinstance(attend, BoundLayers):
-            out = attend.packed(layer, parts, positions, self.rotation).flatten(1)
+            # gates come between
+            how = self.o.rows_format if self.columns is None else None
+            out = attend.packed(layer, parts, positions, self.rotation, how)
         else:
             out = attend(layer, *self._heads(parts, positions)).flatten(1)
         if self.columns is not None:
