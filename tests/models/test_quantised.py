@@ -448,10 +448,15 @@ def test_activations_that_are_cut_are_not_read() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_on_the_gpu(tiny, tmp_path, kind) -> None:
-    """Streamed products, few rows and many, eager and recorded, against float64."""
-    shape = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 4}
+def test_on_the_gpu(tiny, tmp_path, kind, head_dim) -> None:
+    """Streamed products, few rows and many, eager and recorded, against float64.
+
+    Merges quantise heads of 128 in blocks.
+    """
+    shape = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 4}
+    shape["head_dim"] = head_dim
     model = tiny("qwen3", **shape).to("cuda", torch.bfloat16)
     quantise_model(model, kind)
     source = HFTarget.from_model(model)

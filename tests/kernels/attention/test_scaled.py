@@ -18,6 +18,7 @@ from tests.kernels.attention.calls import (
     poison,
 )
 from tests.oracle import LAYOUT, Case, make_csr_case, make_tree_case, oracle_csr, oracle_tree
+from tests.recordings import recorded, refill
 
 if TYPE_CHECKING:
     from specattn.kernels.attention import TreeAttention
@@ -104,6 +105,22 @@ def test_lists() -> None:
     )
     kernel = make_kernel(case, ctas=4)
     check(scaled(kernel, case, RowsFormat(4)), case, kernel, oracle_csr(case)[0])
+
+
+def test_one_recording_serves_every_length() -> None:
+    """Which requests are cut changes from replay to replay."""
+    form = {"q_len": 4, "heads": (4, 2), "head_dim": 128, "dtype": LAYOUT, "device": DEVICE}
+    batches = [400, 3, 0, 70], [0, 0, 0, 0], [64, 65, 63, 1], [150, 150, 150, 150]
+    live, *cases = (
+        make_tree_case(batch, width=420, slots=800, seed=seed, **form)
+        for seed, batch in enumerate(([1, 1, 1, 1], *batches))
+    )
+    kernel, found = make_kernel(live, ctas=8), []
+    replay = recorded(lambda: found.append(scaled(kernel, live, RowsFormat(4))))
+    for case in cases:
+        refill(live, case)
+        replay()
+        assert off(found[-1].restored(), oracle_tree(case)[0].flatten(1)) < 5e-2
 
 
 def test_other_formats_and_kernels_leave_it_to_the_product() -> None:
