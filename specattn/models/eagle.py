@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from specattn.autocast import without_autocast
-from specattn.kernels.fused import embed_norm_pair
-from specattn.models.fused.block import FusedModel, add_norm_for
+from specattn.models.fused.block import FusedModel, add_norm_for, embed_norm_pair_for
 from specattn.speculative.model import DraftOutput
 
 if TYPE_CHECKING:
@@ -149,7 +148,8 @@ class Eagle3Head(DraftHead):
     ) -> DraftOutput:
         """Run the draft over flattened tokens; see `DraftModel.forward`."""
         (block,) = self.blocks
-        both, stream = embed_norm_pair(
+        both, stream = embed_norm_pair_for(
+            None if self.norm_before_residual else block.rows_format,
             *self._embedding(input_ids),
             hidden_states,
             block.input_norm,

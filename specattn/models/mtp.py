@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from specattn.autocast import without_autocast
-from specattn.kernels.fused import add_rms_norm, embed_norm_pair
+from specattn.kernels.fused import add_rms_norm
 from specattn.models.eagle import DraftHead
-from specattn.models.fused.block import add_norm_for
+from specattn.models.fused.block import add_norm_for, embed_norm_pair_for
 from specattn.speculative.model import DraftOutput
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class MtpHead(DraftHead):
         """Run the draft over flattened tokens; see `DraftModel.forward`."""
         assert self.fc is not None
         (block,) = self.blocks
-        both, _ = embed_norm_pair(
+        both, _ = embed_norm_pair_for(
+            self.fc.rows_format,
             *self._embedding(input_ids),
             hidden_states,
             self.embed_norm,

@@ -22,6 +22,7 @@ FLOAT8_ALONE = {
     "gate_scale_kernel",
     "gate_heads_scale_kernel",
     "add_norm_scale_kernel",
+    "norm_pair_scale_kernel",
     "scaled_linear_kernel",
 }
 # Triton makes the same of a kernel for SM89 as for SM86, but float8; tiles of attention alone

@@ -22,7 +22,7 @@ from torch.nn.functional import ScalingType, linear, pad, scaled_mm
 from specattn.config import FLOAT8
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.attention.tiles import DeviceLimits
-from specattn.kernels.fused import add_partials, add_rms_norm, whole_rows
+from specattn.kernels.fused import add_partials, add_rms_norm, embed_norm_pair, whole_rows
 from specattn.kernels.fused.gates import check_gates, gate_heads
 from specattn.kernels.gluon_guard import gluon_ok
 from specattn.kernels.launch import cdiv, launch_options, power_of_2
@@ -325,6 +325,53 @@ def add_norm_scaled(
             **launch_options(weight.device),
         )
     return found, residual_out
+
+
+def embed_norm_pair_scaled(
+    ids: Tensor,
+    table: Tensor,
+    hidden: Tensor,
+    embed_weight: Tensor,
+    hidden_weight: Tensor,
+    eps: float,
+    *,
+    how: RowsFormat,
+    rows: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[ScaledRows, Tensor]:
+    """Norm embeddings and hidden states side by side, quantised.
+
+    The arguments are those of `specattn.kernels.fused.embed_norm_pair`, whose norms are quantised
+    as `scale_rows` does it, in the same launch where both are of whole groups of columns.
+    """
+    count, size = len(ids), hidden.shape[1]
+    whole = how.groups > 1 and size % BLOCK == 0
+    if not (whole and count and has_kernels(hidden)):
+        args = ids, table, hidden, embed_weight, hidden_weight, eps
+        x, hidden = embed_norm_pair(*args, rows=rows, dtype=dtype)
+        return scale_rows(x, how), hidden
+    # of the norms' shape and dtype, and never read
+    like = hidden_weight.new_empty(1, dtype=dtype).expand(count, 2 * size)
+    found = rows_like(like, how)
+    chosen = None if rows is None else hidden.new_empty(count, size)
+    launch.norm_pair_scale_kernel[count, 2](
+        ids,
+        table,
+        hidden,
+        rows,
+        embed_weight,
+        hidden_weight,
+        chosen,
+        like,
+        *found.room,
+        eps,
+        table.stride(0),
+        hidden.stride(0),
+        TERMS=how.terms,
+        **whole_rows(size),
+        **launch_options(hidden.device),
+    )
+    return found, hidden if chosen is None else chosen
 
 
 def scaled_linear(x: ScaledRows, weight: ScaledWeight) -> Tensor:

@@ -130,6 +130,44 @@ def add_norm_kernel(
 
 
 @triton.jit
+def norm_of_pair(
+    row,
+    half,
+    ids,
+    table,
+    hidden,
+    rows,
+    scale,
+    hidden_out,
+    like,
+    eps,
+    strides,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Norm one token's embedding, or its hidden state.
+
+    Arguments are those of `norm_pair_kernel`, but a pointer of the dtype that both are rounded to
+    before, the weight of the norm, and a tuple of strides.
+    """
+    stride_table, stride_hidden = strides
+    column = tl.arange(0, BLOCK)  # [BLOCK]
+    ok = column < SIZE
+    if half == 0:
+        x = tl.load(table + tl.load(ids + row) * stride_table + column, mask=ok, other=0.0)
+        x = x.to(like.dtype.element_ty)
+    else:
+        source = row
+        if rows is not None:
+            source = tl.load(rows + row)
+        x = tl.load(hidden + source * stride_hidden + column, mask=ok, other=0.0)
+        if rows is not None:
+            tl.store(hidden_out + row * SIZE + column, x, mask=ok)
+        x = x.to(like.dtype.element_ty)
+    return _norm(x.to(tl.float32), scale.to(tl.float32), eps, SIZE)
+
+
+@triton.jit
 def norm_pair_kernel(
     ids,  # [T] int64
     table,  # [V, SIZE]
@@ -153,18 +191,10 @@ def norm_pair_kernel(
     ok = column < SIZE
     scale = tl.load((embed_weight if half == 0 else hidden_weight) + column, mask=ok, other=0.0)
     enter(PDL)
-    if half == 0:
-        x = tl.load(table + tl.load(ids + row) * stride_table + column, mask=ok, other=0.0)
-        x = x.to(out.dtype.element_ty)
-    else:
-        source = row
-        if rows is not None:
-            source = tl.load(rows + row)
-        x = tl.load(hidden + source * stride_hidden + column, mask=ok, other=0.0)
-        if rows is not None:
-            tl.store(hidden_out + row * SIZE + column, x, mask=ok)
-        x = x.to(out.dtype.element_ty)
-    x = _norm(x.to(tl.float32), scale.to(tl.float32), eps, SIZE)
+    strides = stride_table, stride_hidden
+    x = norm_of_pair(
+        row, half, ids, table, hidden, rows, scale, hidden_out, out, eps, strides, SIZE, BLOCK
+    )
     tl.store(out + (row * 2 + half) * SIZE + column, x.to(out.dtype.element_ty), mask=ok)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specattn.kernels.fused.triton import add_and_norm, gate, load_norms
+from specattn.kernels.fused.triton import add_and_norm, gate, load_norms, norm_of_pair
 from specattn.kernels.fused.triton_gates import gate_columns
 from specattn.kernels.pdl import enter
 
@@ -205,6 +205,48 @@ def add_norm_scale_kernel(
     # quantised is what a product of plain weights would read
     x = x.to(residual_out.dtype.element_ty).to(tl.float32)
     _store_scaled(x, (values, scales, padded), to, 0, SIZE, BLOCK, GROUPS, ALL_GROUPS, TERMS)
+
+
+@triton.jit
+def norm_pair_scale_kernel(
+    ids,  # [T] int64
+    table,  # [V, SIZE]
+    hidden,  # [N, SIZE]
+    rows,  # [T] int64, or None: token i's is row i
+    embed_weight,  # [SIZE]
+    hidden_weight,  # [SIZE]
+    hidden_out,  # [T, SIZE], out; None without rows
+    like,  # a pointer of the dtype to round to, never read
+    values,  # [TERMS, P, 2, SIZE], out
+    scales,  # [2, SIZE / 128, TERMS, P] float32, out
+    padded,  # P
+    eps,
+    stride_table,
+    stride_hidden,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TERMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Norm one token's embedding, or its hidden state; quantise it."""
+    row = tl.program_id(0).to(tl.int64)
+    half = tl.program_id(1)
+    column = tl.arange(0, BLOCK)  # [BLOCK]
+    group = tl.arange(0, BLOCK // 128)  # [BLOCK / 128]
+    ok = column < SIZE
+    weight = tl.load((embed_weight if half == 0 else hidden_weight) + column, mask=ok, other=0.0)
+    enter(PDL)
+    strides = stride_table, stride_hidden
+    x = norm_of_pair(
+        row, half, ids, table, hidden, rows, weight, hidden_out, like, eps, strides, SIZE, BLOCK
+    )
+    # quantised is what a product of plain weights would read
+    tiles = tl.reshape(x.to(like.dtype.element_ty).to(tl.float32), [BLOCK // 128, 128])
+    scale, inverse = scale_of(tiles)
+    scaled = tl.reshape(tiles * inverse[:, None], [BLOCK])
+    at = values + (row * 2 + half) * SIZE + column
+    scale_at = scales + (half * (SIZE // 128) + group) * (TERMS * padded) + row
+    store_terms(scaled, scale, at, scale_at, ok, group * 128 < SIZE, padded, 2 * SIZE, TERMS)
 
 
 @triton.jit(do_not_specialize=["tokens"])

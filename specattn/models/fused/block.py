@@ -11,8 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from specattn.attention.bound import BoundLayers
-from specattn.kernels.fused import Rotation, add_rms_norm, qk_norm_rope_store_kv
-from specattn.kernels.fused.fp8 import RowsFormat, add_norm_scaled, gate_heads_scaled
+from specattn.kernels.fused import (
+    Rotation,
+    add_rms_norm,
+    embed_norm_pair,
+    qk_norm_rope_store_kv,
+)
+from specattn.kernels.fused.fp8 import (
+    RowsFormat,
+    add_norm_scaled,
+    embed_norm_pair_scaled,
+    gate_heads_scaled,
+)
 from specattn.kernels.fused.gates import gate_heads, gather_columns
 from specattn.models.fused.family import LLAMA, Family, activation_of
 from specattn.models.fused.projection import Projection
@@ -392,6 +402,16 @@ def add_norm_for(
     if how is None:
         return add_rms_norm(partials, residual, weight, eps, **options)
     return add_norm_scaled(partials, residual, weight, eps, how, **options)
+
+
+def embed_norm_pair_for(how: RowsFormat | None, *args: Any, **options: Any) -> tuple[Any, Tensor]:
+    """Norm embeddings and hidden states for their reader, as `add_norm_for` norms.
+
+    The other arguments are those of `embed_norm_pair`.
+    """
+    if how is None:
+        return embed_norm_pair(*args, **options)
+    return embed_norm_pair_scaled(*args, how=how, **options)
 
 
 def gate_heads_for(how: RowsFormat | None, x: Tensor, gates: Tensor) -> Any:

@@ -9,7 +9,13 @@ import torch
 from torch.nn.functional import ScalingType
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specattn.kernels.fused import add_partials, add_rms_norm, fp8, stream_fp8
+from specattn.kernels.fused import (
+    add_partials,
+    add_rms_norm,
+    embed_norm_pair,
+    fp8,
+    stream_fp8,
+)
 from specattn.kernels.fused.fp8 import RowsFormat, ScaledRows, ScaledWeight
 from specattn.kernels.fused.gates import gate_heads
 
@@ -343,6 +349,49 @@ def test_norms_are_quantised_as_they_are_rounded(implementation, dtype, how) -> 
         assert found.restored().equal(want.restored())
     none = fp8.add_norm_scaled(partials[:, :0], stream[:0], weight, 1e-5, how)
     assert [len(one) for one in none] == [0, 0]
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("chosen", [False, True])
+@pytest.mark.parametrize(
+    ("count", "size", "blocks"), [(5, 384, True), (3, 128, True), (2, 72, False)]
+)
+def test_pairs_of_norms_are_quantised_as_they_are_rounded(
+    implementation, dtype, count, size, blocks, chosen, terms, monkeypatch
+) -> None:
+    """To the bit what two launches make of them; groups of both halves are whole."""
+    how = RowsFormat(2 * size // 128 if blocks else 1, terms)
+    ids = torch.randint(0, 50, (count,), device=DEVICE)
+    table, hidden = (drawn(n, size, dtype=dtype) for n in (50, 7 if chosen else count))
+    rows = torch.randint(0, 7, (count,), device=DEVICE) if chosen else None
+    weights = [torch.randn(size, device=DEVICE).to(dtype) for _ in range(2)]
+    args = ids, table, hidden, *weights, 1e-5
+    both, states = embed_norm_pair(*args, rows=rows)
+    want = fp8.scale_rows(both, how)
+    if implementation == "triton" and blocks:
+        monkeypatch.setattr(fp8, "scale_rows", None)
+        monkeypatch.setattr(fp8, "embed_norm_pair", None)
+    found, given = fp8.embed_norm_pair_scaled(*args, how=how, rows=rows)
+    assert given.equal(states)
+    assert (found.dtype, found.values.shape) == (dtype, want.values.shape)
+    check_layout(found, *how)
+    assert found.scale.equal(want.scale)
+    bits, same = (one.values[:, :count].view(torch.uint8) for one in (found, want))
+    assert bits.equal(same)
+    parts = table[ids], hidden if rows is None else hidden[rows]
+    exact = [
+        one.double() / (one.double().square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        for one, weight in zip(parts, weights, strict=True)
+    ]
+    assert off(numbers_of(found), torch.cat(exact, dim=1)) < (4e-2 if terms == 1 else 2.5e-3)
+
+
+def test_no_pairs_of_norms(implementation) -> None:
+    ids, table = torch.ones(0, dtype=torch.int64, device=DEVICE), torch.ones(3, 256, device=DEVICE)
+    found, _ = fp8.embed_norm_pair_scaled(
+        ids, table, table[:0], table[0], table[1], 1e-5, how=RowsFormat(4)
+    )
+    assert (len(found), found.values.shape) == (0, (1, 0, 512))
 
 
 GATED = [(1, 128, 1), (5, 72, 1), (3, 576, 2), (17, 520, 3), (2, 1100, 1)]
