@@ -13,17 +13,21 @@ listed slot by slot, over the same pool seen as pages of one slot.
 
 A window counts list entries from the end of the list. On a causal layout that is the distance in
 positions; in a tree it is not, so trees under a window are refused.
+
+Which tiles each multiprocessor takes follows from lengths. FA3 would find that out in every layer;
+here it does once per `fill`, for all layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
 from specattn.backends.base import BoundAttention, Capabilities, head_reasons
 from specattn.backends.paged import BoundPages, Keys, PagedBackend
+from specattn.errors import UnsupportedError
 from specattn.kernels.attention import merge_lse
 from specattn.kernels.indices import fill_ancestor_table, fill_page_table
 from specattn.plan import AttnPlan, ExtendPlan
@@ -59,6 +63,14 @@ class Fa3Backend(PagedBackend):
     page_sizes: ClassVar[tuple[int, ...]] = (1,)
     page_size: ClassVar[int] = 1
 
+    def __init__(self, config: AttnConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        if not hasattr(self.library, "get_scheduler_metadata"):
+            raise UnsupportedError(
+                f"backend {self.name!r}",
+                [f"{self.module} must have get_scheduler_metadata (sglang-kernel 0.4.4 does)"],
+            )
+
     @classmethod
     def geometry(cls, config: AttnConfig) -> list[str]:
         """Say which widths stand in the way."""
@@ -78,38 +90,62 @@ class Fa3Backend(PagedBackend):
 
     def attention(self, plan: AttnPlan | ExtendPlan) -> BoundAttention:
         """Bind to the plan's kind."""
+        window = self.config.window_left
         if isinstance(plan, ExtendPlan):
-            return BoundPages(self, plan, keys_of_prompts(plan, self.config.window_left))
-        if plan.layout.causal:
-            return BoundPages(self, plan, keys_of_chains(plan, self.config.window_left))
-        return Fa3Tree.over(self, plan)
+            keys = keys_of_prompts(plan, window)
+        elif plan.layout.causal:
+            keys = keys_of_chains(plan, window)
+        else:
+            return Fa3Tree.over(self, plan)
+        return BoundPages(self, plan, keys, (self.schedule(keys, Queries.of(plan, window)),))
+
+    def plan(self, bound: BoundPages) -> None:
+        """Schedule the tiles anew, where the plan was bound."""
+        queries = Queries.of(bound.plan, self.config.window_left)
+        bound.scratch[0].copy_(self.schedule(bound.keys, queries))
 
     def attend(
         self, bound: BoundPages, q: Tensor, k: Tensor, v: Tensor, out: Place, lse: Place
     ) -> Tensor:
         """Attend in one causal call: to chains, or ragged prompts."""
-        plan, window = bound.plan, self.config.window_left
-        shape: tuple[int, ...] = (len(q),)
-        ragged: dict[str, Any] = {}
-        if isinstance(plan, ExtendPlan):
-            ragged = {"cu_seqlens_q": plan.qo_indptr, "max_seqlen_q": plan.max_q_len}
-        else:
-            shape = bound.shape
-            # the list of a single query token ends at its window already
-            window = window if plan.layout.q_len > 1 else -1
+        plan = bound.plan
+        shape = (len(q),) if isinstance(plan, ExtendPlan) else bound.shape
         found, sums = self.call(
             q.unflatten(0, shape),
             k,
             v,
             None if out is None else out.unflatten(0, shape),
             bound.keys,
-            causal=True,
-            window_left=window,
-            **ragged,
+            queries=Queries.of(plan, self.config.window_left),
+            schedule=bound.scratch[0],
         )
         if lse is not None:
             lse.unflatten(0, shape).copy_(sums.transpose(-1, -2))
         return found.flatten(0, -3) if out is None else out
+
+    def schedule(self, keys: Keys, queries: Queries) -> Tensor:
+        """Let FA3 share out a call's tiles, on the device; returns its own int32.
+
+        Every `call` with the same lengths may be given it: FA3 puts back what a call changes.
+        """
+        config = self.config
+        found: Tensor = self.library.get_scheduler_metadata(
+            batch_size=len(keys.lens),
+            max_seqlen_q=queries.most,
+            # as `call` shows the table
+            max_seqlen_k=keys.most,
+            num_heads=config.num_qo_heads,
+            num_heads_k=config.num_kv_heads,
+            headdim=config.head_dim,
+            cache_seqlens=keys.lens,
+            qkv_dtype=config.dtype,
+            cu_seqlens_q=queries.indptr,
+            page_size=keys.page_size,
+            causal=queries.causal,
+            window_size=queries.window,
+            has_softcap=config.logit_cap > 0,
+        )
+        return found
 
     def call(  # noqa: PLR0913 - as its docstring says
         self,
@@ -119,14 +155,13 @@ class Fa3Backend(PagedBackend):
         out: Tensor | None,
         keys: Keys,
         *,
-        causal: bool = False,
-        window_left: int = -1,
-        **ragged: Any,
+        queries: Queries,
+        schedule: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Call FA3; returns ``out`` and the natural lse.
 
-        q is ``[B, q_len, Hq, D]`` and the lse ``[B, Hq, q_len]``. With ``ragged``, which is
-        ``cu_seqlens_q`` and ``max_seqlen_q``, they are ``[T, Hq, D]`` and ``[Hq, T]``.
+        q is ``[B, q_len, Hq, D]`` and the lse ``[B, Hq, q_len]``; where ``queries`` are ragged,
+        they are ``[T, Hq, D]`` and ``[Hq, T]``.
         """
         result: tuple[Tensor, ...] = self.library.flash_attn_with_kvcache(
             q,
@@ -136,14 +171,51 @@ class Fa3Backend(PagedBackend):
             page_table=keys.table,
             cache_seqlens=keys.lens,
             cache_batch_idx=keys.rows,
-            causal=causal,
-            window_size=(window_left, -1 if window_left < 0 else 0),
+            cu_seqlens_q=queries.indptr,
+            max_seqlen_q=None if queries.indptr is None else queries.most,
+            causal=queries.causal,
+            window_size=queries.window,
             softmax_scale=self.config.sm_scale,
             softcap=self.config.logit_cap,
+            scheduler_metadata=schedule,
             return_softmax_lse=True,
-            **ragged,
         )
         return result[0], result[1]
+
+
+class Queries(NamedTuple):
+    """The query tokens of a call, and what they see.
+
+    Parameters
+    ----------
+    most : int
+        Of a list of keys, at most.
+    indptr : Tensor or None
+        ``[lists + 1]`` int32, offsets of each list's; None if each has ``most``.
+    causal : bool
+        Whether the last one sees the whole list, each one before it a key less; else all do.
+    window_left : int
+        As in `AttnConfig`, by entries of the list.
+    """
+
+    most: int
+    indptr: Tensor | None = None
+    causal: bool = False
+    window_left: int = -1
+
+    @classmethod
+    def of(cls, plan: AttnPlan | ExtendPlan, window_left: int) -> Queries:
+        """Return those of a causal plan."""
+        if isinstance(plan, ExtendPlan):
+            return cls(plan.max_q_len, plan.qo_indptr, causal=True, window_left=window_left)
+        most = plan.layout.q_len
+        # the list of a single query token ends at its window already
+        return cls(most, causal=True, window_left=window_left if most > 1 else -1)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The window as FA3 takes it."""
+        return self.window_left, -1 if self.window_left < 0 else 0
 
 
 def page_of(page_size: int, window_left: int = -1) -> int:
@@ -216,13 +288,54 @@ def keys_of_prompts(plan: ExtendPlan, window_left: int) -> Keys:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """Query tokens that all see their lists, in every layer.
+
+    Parameters
+    ----------
+    backend : Fa3Backend
+        What attends.
+    keys : Keys
+        The lists.
+    queries : Queries
+        As many for each list.
+    schedule : Tensor
+        What `Fa3Backend.schedule` returns of them.
+    """
+
+    backend: Fa3Backend
+    keys: Keys
+    queries: Queries
+    schedule: Tensor
+
+    @classmethod
+    def over(cls, backend: Fa3Backend, keys: Keys, q_len: int) -> Pass:
+        """Allocate its schedule."""
+        queries = Queries(q_len)
+        return cls(backend, keys, queries, backend.schedule(keys, queries))
+
+    def fill(self) -> None:
+        """List the keys, and schedule the tiles."""
+        self.keys.fill()
+        self.schedule.copy_(self.backend.schedule(self.keys, self.queries))
+
+    def run(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend; see `Fa3Backend.call`."""
+        queries, schedule = self.queries, self.schedule
+        return self.backend.call(
+            q, k_cache, v_cache, out, self.keys, queries=queries, schedule=schedule
+        )
+
+
+@dataclass(frozen=True)
 class Fa3Tree(BoundAttention):
     """A tree in two passes, over prefixes and ancestors, then merged."""
 
-    backend: Fa3Backend
     plan: AttnPlan
-    prefixes: Keys
-    ancestors: Keys  # of every query token, as if it were a request
+    prefixes: Pass
+    ancestors: Pass  # of every query token, as if it were a request
 
     @classmethod
     def over(cls, backend: Fa3Backend, plan: AttnPlan) -> Fa3Tree:
@@ -234,7 +347,8 @@ class Fa3Tree(BoundAttention):
         def fill() -> None:
             fill_ancestor_table(plan.tail_slots, plan.tail_words, table=table, lens=lens)
 
-        return cls(backend, plan, keys_of_prefixes(plan), Keys(table, lens, fill))
+        prefixes = Pass.over(backend, keys_of_prefixes(plan), plan.layout.q_len)
+        return cls(plan, prefixes, Pass.over(backend, Keys(table, lens, fill), 1))
 
     def fill(self) -> None:
         """List the prefixes, and the ancestors unless `run` will know them."""
@@ -246,20 +360,20 @@ class Fa3Tree(BoundAttention):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        plan, backend, ancestors = self.plan, self.backend, self.ancestors
+        plan, ancestors = self.plan, self.ancestors
         shape = (plan.batch, plan.layout.q_len)
         if plan.grows:
             ancestors.fill()
         merged = out.unflatten(0, shape)
-        _, prefix_lse = backend.call(q.unflatten(0, shape), k_cache, v_cache, merged, self.prefixes)
-        tail_out, tail_lse = backend.call(q[:, None], k_cache, v_cache, None, ancestors)
+        _, prefix_lse = self.prefixes.run(q.unflatten(0, shape), k_cache, v_cache, merged)
+        tail_out, tail_lse = ancestors.run(q[:, None], k_cache, v_cache, None)
         merge_lse(
             merged,
             prefix_lse.transpose(1, 2),
             plan.seq_lens,
             tail_out.view(merged.shape),
             tail_lse.view(*shape, -1),
-            ancestors.lens.view(shape),
+            ancestors.keys.lens.view(shape),
             merged,
             None if lse is None else lse.unflatten(0, shape),
         )

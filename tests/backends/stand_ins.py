@@ -190,12 +190,30 @@ def flash_attn_with_kvcache(
     return_softmax_lse=False,
     cu_seqlens_q=None,
     max_seqlen_q=None,
+    scheduler_metadata=None,
 ):
     """FlashAttention-3's; whatever lies in the storage after a table's row is its row's, too."""
     assert page_table.dtype == cache_seqlens.dtype == torch.int32
     assert page_table.stride(-1) == 1
     page = k_cache.shape[1]
     assert page <= 64, "a whole tile of keys may be read past the last"
+    if scheduler_metadata is not None:
+        scheduled = tile_schedule(
+            len(cache_seqlens),
+            q.shape[1] if cu_seqlens_q is None else max_seqlen_q,
+            page_table.shape[1] * page,
+            q.shape[-2],
+            k_cache.shape[2],
+            q.shape[-1],
+            cache_seqlens,
+            q.dtype,
+            cu_seqlens_q=cu_seqlens_q,
+            page_size=page,
+            causal=causal,
+            window_size=window_size,
+            has_softcap=softcap > 0,
+        )
+        assert scheduler_metadata.equal(scheduled), "a schedule of another call, or other lengths"
     if cache_batch_idx is None:
         assert len(page_table) == len(cache_seqlens)
         cache_batch_idx = torch.arange(len(cache_seqlens), dtype=torch.int32)
@@ -230,6 +248,37 @@ def flash_attn_with_kvcache(
     out = torch.empty_like(q) if out is None else out
     out.copy_(result.view(q.shape))
     return (out, lse.contiguous()) if return_softmax_lse else out
+
+
+def tile_schedule(
+    batch_size,
+    max_seqlen_q,
+    max_seqlen_k,
+    num_heads,
+    num_heads_k,
+    headdim,
+    cache_seqlens,
+    qkv_dtype=torch.bfloat16,
+    *,
+    cu_seqlens_q=None,
+    page_size=None,
+    causal=False,
+    window_size=(-1, -1),
+    has_softcap=False,
+):
+    """All that a schedule of FlashAttention-3's follows from, as numbers."""
+    assert cache_seqlens.dtype == torch.int32
+    assert len(cache_seqlens) == batch_size
+    lens = [max_seqlen_q] * batch_size if cu_seqlens_q is None else cu_seqlens_q.diff().tolist()
+    width = {torch.float16: 2, torch.bfloat16: 3}[qkv_dtype]
+    form = [max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, width, page_size]
+    form += [causal, *window_size, has_softcap]
+    return torch.tensor([*form, *lens, *cache_seqlens.tolist()], dtype=torch.int32)
+
+
+def get_scheduler_metadata(**options):
+    """FlashAttention-3's."""
+    return tile_schedule(**options)
 
 
 def get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k):

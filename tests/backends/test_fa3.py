@@ -90,6 +90,52 @@ def test_pages_are_read_where_keys_lie_in_them():
         assert pages_read(oracle.make_extend_case([(3, 4), (18, 2)], window_left=5, **paged)) == [1]
 
 
+def test_tiles_are_scheduled_once_for_all_layers():
+    """FA3 schedules them in every call that is not given a schedule."""
+    form = {"heads": (4, 2), "head_dim": 64, "dtype": BF16, "device": str(DEVICE)}
+    chain = {"mode": "chain", "q_len": 3, "tail_len": 3}
+    for case, passes in (
+        (oracle.make_extend_case([(3, 4), (18, 2)], **form), 1),
+        (oracle.make_extend_case([(3, 4), (18, 2)], window_left=5, **form), 1),
+        (oracle.make_tree_case([20, 3], **chain, **form), 1),
+        (oracle.make_tree_case([20, 3], q_len=5, **form), 2),
+    ):
+        backend, given = backend_of(case), []
+        bound = backend.bind(plan_of(case))
+        attend, schedule = (
+            getattr(backend.library, name)
+            for name in ("flash_attn_with_kvcache", "get_scheduler_metadata")
+        )
+
+        def call(*args, attend=attend, given=given, **options):
+            given.append(options["scheduler_metadata"])
+            return attend(*args, **options)
+
+        def plan(*args, schedule=schedule, given=given, **options):
+            given.append(None)
+            return schedule(*args, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend.library, "flash_attn_with_kvcache", call)
+            patch.setattr(backend.library, "get_scheduler_metadata", plan)
+            case.clear()
+            bound.fill()
+            assert given == [None] * passes
+            for _ in range(3):
+                bound.run(case.q, case.k_cache, case.v_cache, case.out, case.lse)
+        assert len(given) == 4 * passes
+        assert all(one is not None for one in given[passes:])
+        oracle.check(case, case.expected())
+
+
+def test_a_library_without_schedules_is_refused_by_name(monkeypatch):
+    if DEVICE.type == "cuda":
+        pytest.skip("the library has them")
+    monkeypatch.delattr("tests.backends.stand_ins.get_scheduler_metadata")
+    with pytest.raises(UnsupportedError, match="must have get_scheduler_metadata"):
+        Fa3Backend(AttnConfig(4, 2, 64, dtype=BF16), DEVICE)
+
+
 def test_a_tree_under_a_window_is_refused_by_name():
     case = oracle.make_tree_case(
         [3], mode="tree", head_dim=64, dtype=BF16, window_left=5, device=str(DEVICE)
