@@ -19,7 +19,7 @@ from specattn.kernels import check_current
 from specattn.kernels.cache import write_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -354,15 +354,13 @@ class SlotTable(ReadOnly):
         check_current(self.req_to_token.device)
         ahead = self._missing(rows, np.minimum(need + self._AHEAD, self.max_context_len))
         if ahead.sum() <= self._num_free:
-            self._append(rows[ahead > 0], ahead[ahead > 0])
+            self._append(_growing(rows, ahead))
             return
         short = self._missing(rows, need)
         trimmed = rows[:0]
         if short.sum() > self._num_free:
             trimmed = self._take_back(rows, need, int(short.sum()))
-        growing = short > 0
-        counts = np.concatenate([short[growing], np.zeros_like(trimmed)])
-        self._append(np.concatenate([rows[growing], trimmed]), counts)
+        self._append([*_growing(rows, short), *((row, 0) for row in trimmed.tolist())])
 
     def _take_back(self, rows: Rows, need: Rows, wanted: int) -> Rows:
         """Free pages that rows hold ahead of need; return those rows.
@@ -388,37 +386,38 @@ class SlotTable(ReadOnly):
         self._held -= spare
         return trimmed
 
-    def _append(self, rows: Rows, counts: Rows) -> None:
-        """Give ``counts`` pages to ``rows``, 0 if shrunk; tell the device."""
+    def _append(self, grown: Sequence[tuple[int, int]]) -> None:
+        """Give every row so many pages, 0 if it shrank; tell the device."""
         self._changing = True
+        for part in _uploads(grown, self._UPLOAD):
+            self._upload(part)
+        self._changing = False
+
+    def _upload(self, grown: Sequence[tuple[int, int]]) -> None:
+        """Give rows as many pages as one upload holds."""
+        rows, counts = np.array(grown).T
         total = int(counts.sum())
         pages = self._free_pages[self._num_free - total : self._num_free][::-1].copy()
         self._num_free -= total
         self._users[pages] = 1
-        taken, begins = pages.tolist(), np.cumsum(counts) - counts
-        for row, begin, count in zip(rows.tolist(), begins.tolist(), counts.tolist(), strict=True):
-            self._pages[row] += taken[begin : begin + count]
-        held = self._held[rows]
-        self._held[rows] = held + counts
-        for start in range(0, max(total, 1), self._UPLOAD):
-            # the part of every row's new pages that falls into this upload
-            low, high = (np.clip(start + edge - begins, 0, counts) for edge in (0, self._UPLOAD))
-            column, room = (self._tokens(held + part) for part in (low, high))
-            first = 5 * len(rows) + begins + low - start
-            pieces = np.stack([rows, column, room - column, first, room])
-            write_slots(
-                self._staging.send(pieces, pages[start : start + self._UPLOAD]),
-                self.req_to_token,
-                self.reserved,
-                pieces=len(rows),
-                longest=int((room - column).max()),
-                page_size=self.page_size,
-            )
-        self._changing = False
-
-    def _tokens(self, pages: Rows) -> Rows:
-        """Return how many tokens a row's pages hold."""
-        return np.minimum(pages * self.page_size, self.max_context_len)
+        self._held[rows] += counts
+        size, limit = self.page_size, self.max_context_len
+        taken, begin, pieces = pages.tolist(), 0, []
+        for row, count in grown:
+            held = self._pages[row]
+            column = min(len(held) * size, limit)
+            held += taken[begin : begin + count]
+            room = min(len(held) * size, limit)
+            pieces.append((row, column, room - column, 5 * len(grown) + begin, room))
+            begin += count
+        write_slots(
+            self._staging.send(np.array(pieces).T, pages),
+            self.req_to_token,
+            self.reserved,
+            pieces=len(pieces),
+            longest=max(piece[2] for piece in pieces),
+            page_size=size,
+        )
 
     def commit(self, row: int, length: int) -> None:
         """Record that the first ``length`` reserved tokens of ``row`` have their KV.
@@ -490,3 +489,24 @@ class SlotTable(ReadOnly):
         left = left[self._users[left] == 0][::-1]
         self._free_pages[self._num_free : self._num_free + len(left)] = left
         self._num_free += len(left)
+
+
+def _growing(rows: Rows, counts: Rows) -> list[tuple[int, int]]:
+    """Return the rows that get pages, and how many."""
+    return [each for each in zip(rows.tolist(), counts.tolist(), strict=True) if each[1]]
+
+
+def _uploads(grown: Iterable[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
+    """Split rows and their new pages into parts of at most so many pages."""
+    part: list[tuple[int, int]] = []
+    room = most
+    for row, count in grown:
+        lacking = count
+        while lacking > room:
+            part.append((row, room))
+            yield part
+            part, room, lacking = [], most, lacking - room
+        part.append((row, lacking))
+        room -= lacking
+    if part:
+        yield part
