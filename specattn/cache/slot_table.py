@@ -44,33 +44,32 @@ def count_pages(num_slots: int, page_size: int) -> int:
 
 
 class StagingRing:
-    """Pinned buffers with one device copy each, used in turn.
+    """Pinned buffers that kernels read, used in turn.
 
-    An upload neither allocates nor waits, unless ``depth`` uploads are underway: then it waits for
-    the oldest. Make all calls on one stream, or on streams that wait for each other. Without CUDA,
-    a buffer and its device copy are the same memory.
+    Writing neither allocates nor waits, unless as many launches as there are buffers are underway:
+    then it waits for the oldest. Make all calls on one stream, or on streams that wait for each
+    other.
 
     Parameters
     ----------
     size : int
-        Most numbers of one upload.
+        Most numbers of one launch.
     device : torch.device
-        Where the numbers go.
+        Where kernels read them.
     depth : int
-        Uploads that may be underway at once.
+        Launches that may be underway at once.
     """
 
     def __init__(self, size: int, device: torch.device, depth: int = 4) -> None:
-        self._at, self._cuda = 0, device.type == "cuda"
-        self._host = [
-            torch.zeros(size, dtype=torch.int32, pin_memory=self._cuda) for _ in range(depth)
+        self._at, self._of, cuda = 0, device, device.type == "cuda"
+        self._buffers = [
+            torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(depth)
         ]
-        self._arrays = [host.numpy() for host in self._host]
-        self._device = [host.to(device) for host in self._host]
-        self._left = [torch.cuda.Event() for _ in self._host] if self._cuda else []
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
+        self._read = [torch.cuda.Event() for _ in self._buffers] if cuda else []
 
-    def send(self, *parts: npt.NDArray[np.integer]) -> Tensor:
-        """Copy integers to the device, one flattened part after the other.
+    def write(self, *parts: npt.NDArray[np.integer]) -> Tensor:
+        """Write integers into the next buffer, one flattened part after the other.
 
         Parameters
         ----------
@@ -80,21 +79,24 @@ class StagingRing:
         Returns
         -------
         Tensor
-            ``[sum of sizes]`` int32 on the device, a view that is valid until ``depth`` further
-            calls.
+            ``[size]`` int32 on the host, which begins with them. Call `launched` when what reads it
+            was launched.
         """
         at = self._at
-        self._at = (at + 1) % len(self._host)
-        if self._cuda:
-            self._left[at].synchronize()
-        total = sum(part.size for part in parts)
-        np.concatenate([part.reshape(-1) for part in parts], out=self._arrays[at][:total])
-        sent = self._device[at][:total]
-        if sent.device.type != "cpu":
-            sent.copy_(self._host[at][:total], non_blocking=True)
-        if self._cuda:
-            self._left[at].record(torch.cuda.current_stream(sent.device))
-        return sent
+        # first: what an interrupt has left underway reads the last one
+        self._at = (at + 1) % len(self._buffers)
+        if self._read:
+            self._read[at].synchronize()
+        array, end = self._arrays[at], 0
+        for part in parts:
+            begin, end = end, end + part.size
+            array[begin:end] = part.reshape(-1)
+        return self._buffers[at]
+
+    def launched(self) -> None:
+        """Note that the launches which read the last buffer are on the current stream."""
+        if self._read:
+            self._read[self._at - 1].record(torch.cuda.current_stream(self._of))
 
 
 class SlotTable(ReadOnly):
@@ -103,8 +105,8 @@ class SlotTable(ReadOnly):
     Requests share the pages of a common prefix; the table counts the users of every page. The host
     keeps the pages of every row and these counts; the device has ``req_to_token`` and
     ``reserved``, which kernels read. Nothing here waits for the device or allocates on it: what
-    changes goes there in one copy from pinned memory and one launch, and most steps need none,
-    because rows get slots ahead of what is asked for. Other rows can take those back when slots
+    changes goes there in one launch, which reads pinned memory, and most steps need none, because
+    rows get slots ahead of what is asked for. Other rows can take those back when slots
     are short.
 
     Whoever runs forwards that the device has not finished yet reserves for all of them: slots past
@@ -411,13 +413,14 @@ class SlotTable(ReadOnly):
             pieces.append((row, column, room - column, 5 * len(grown) + begin, room))
             begin += count
         write_slots(
-            self._staging.send(np.array(pieces).T, pages),
+            self._staging.write(np.array(pieces).T, pages),
             self.req_to_token,
             self.reserved,
             pieces=len(pieces),
             longest=max(piece[2] for piece in pieces),
             page_size=size,
         )
+        self._staging.launched()
 
     def commit(self, row: int, length: int) -> None:
         """Record that the first ``length`` reserved tokens of ``row`` have their KV.

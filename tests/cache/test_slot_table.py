@@ -31,8 +31,8 @@ class Small(SlotTable):
 
 
 def count_uploads(books: SlotTable) -> list[int]:
-    sizes, send = [], books._staging.send
-    books._staging.send = lambda *parts: sizes.append(len(parts[0][0])) or send(*parts)
+    sizes, write = [], books._staging.write
+    books._staging.write = lambda *parts: sizes.append(len(parts[0][0])) or write(*parts)
     return sizes
 
 
@@ -241,13 +241,16 @@ TestSlots.settings = settings(max_examples=50, stateful_step_count=40)
 
 def test_a_ring_takes_its_buffers_in_turn():
     ring = StagingRing(6, torch.device(DEVICE), depth=3)
-    sent = [ring.send(np.array([[step, 1], [2, 3]]), np.array([step])) for step in range(3)]
-    assert [one.tolist() for one in sent] == [[step, 1, 2, 3, step] for step in range(3)]
-    assert len({one.data_ptr() for one in sent}) == 3
-    again = ring.send(np.arange(6))
-    assert again.data_ptr() == sent[0].data_ptr()
+    written = []
+    for step in range(3):
+        written.append(ring.write(np.array([[step, 1], [2, 3]]), np.array([step])))
+        ring.launched()
+    assert [one.tolist() for one in written] == [[step, 1, 2, 3, step, 0] for step in range(3)]
+    assert len({one.data_ptr() for one in written}) == 3
+    again = ring.write(np.arange(6))
+    assert again.data_ptr() == written[0].data_ptr()
     assert again.tolist() == list(range(6))
-    assert sent[1].tolist() == [1, 1, 2, 3, 1]
+    assert written[1].tolist() == [1, 1, 2, 3, 1, 0]
 
 
 @pytest.mark.gpu
@@ -256,7 +259,8 @@ def test_a_buffer_underway_is_not_written_again():
     seen = torch.zeros(12, 4096, dtype=torch.int32, device=DEVICE)
     torch.cuda._sleep(100_000_000)  # every copy waits behind this
     for step in range(12):
-        seen[step].copy_(ring.send(np.full(4096, step)))
+        seen[step].copy_(ring.write(np.full(4096, step)), non_blocking=True)
+        ring.launched()
     assert (seen == torch.arange(12, device=DEVICE)[:, None]).all()
 
 
