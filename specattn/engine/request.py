@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from specattn.checks import flag, listed, whole_number
@@ -90,7 +91,7 @@ class Request:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must be texts that are not empty, got {text!r}")
 
-    @property
+    @cached_property
     def levels(self) -> frozenset[Level]:
         """Levels of steps that it needs, above greedy."""
         constrained = self.grammar is not None

@@ -8,7 +8,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-import numpy as np
 import torch
 
 from specattn.checks import listed, whole_number
@@ -231,11 +230,14 @@ class PromptRunner:
         pin = device.type == "cuda"
         numbers = torch.zeros(_IN_FLIGHT, width, dtype=torch.int64, pin_memory=pin)
         self._in_flight = InFlight(HostBuffers(numbers, host.packed, host.entry))
-        self._numbers = numbers.numpy()
+        # numpy takes several times as long to look at a list's numbers
+        self._numbers = [entry.numpy().data.cast("B") for entry in numbers]
         self._processors: ProcessorStates | None = None
         self._memory: PromptMemory | None = None
         self._launches: dict[int, PromptLaunch] = {}
         self._tried: set[PromptPart] = set()
+        # places of captured chunks
+        self._largest = 0
 
         def runner(
             make: Callable[[PromptPart, int], PromptLaunch], sizes: Sequence[int]
@@ -330,7 +332,10 @@ class PromptRunner:
         firsts = [PromptPart(Phase.FIRST, level) for level in sorted(asked)]
         if not self.buckets or self._tried.issuperset(firsts):
             return
-        _capture(self.targets, [TARGET, *self._admits], self._tried, or_eager=or_eager)
+        try:
+            _capture(self.targets, [TARGET, *self._admits], self._tried, or_eager=or_eager)
+        finally:
+            self._largest = self._most_captured()
         # they read what the target has left
         if self.targets.captured(TARGET):
             _capture(self.firsts, firsts, self._tried, or_eager=or_eager)
@@ -444,9 +449,8 @@ class PromptRunner:
         launch = memory.launch(size)
         return tuple(Captured(size, self._for_part(launch, part)) for part in (TARGET, last, first))
 
-    @property
-    def _largest(self) -> int:
-        """The most places of a captured chunk; 0 without any."""
+    def _most_captured(self) -> int:
+        """Return the most places that all parts have captured; 0 without any."""
         parts = map(self.targets.captured, (TARGET, *self._admits))
         return max(set.intersection(*map(set, parts)), default=0)
 
@@ -454,21 +458,21 @@ class PromptRunner:
         self, entry: int, own: Sequence[NewPrompt], pieces: Sequence[Piece], count: int
     ) -> None:
         """Write what the host says of a chunk of ``count`` pieces."""
-        numbers, begin = self._numbers[entry], 0
-        columns: list[tuple[int, ...]] = []
+        begin = 0
+        columns: list[int] = []
         tokens: list[int] = []
         for one, piece in zip(own, pieces, strict=True):
             text, ends = one.prompt.tokens, piece.stop == len(one.prompt.tokens)
             following = -1 if ends else text[piece.stop]
             place = one.prompt.row, piece.start, begin, piece.places, piece.ahead, following
-            columns.append((*place, *_drawing(one.sampling)))
+            columns += *place, *_drawing(one.sampling)
             tokens += text[piece.start : piece.stop]
             tokens += [0] * piece.ahead
             begin += piece.places
-        columns += [(0, 0, begin, *[0] * (COLUMNS - 3))] * (count - len(columns))
-        numbers[: COLUMNS * count] = np.array(columns, dtype=np.int64).ravel()
-        first = COLUMNS * self._most
-        numbers[first : first + len(tokens)] = tokens
+        columns += [0, 0, begin, *[0] * (COLUMNS - 3)] * (count - len(pieces))
+        # the tokens lie behind room for the most pieces
+        for at, numbers in ((0, columns), (COLUMNS * self._most, tokens)):
+            struct.pack_into(f"{len(numbers)}q", self._numbers[entry], 8 * at, *numbers)
 
     def _before_capture(self) -> None:
         """Read what chunks in flight gained: a capture takes their turns."""
