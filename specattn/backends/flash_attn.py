@@ -269,7 +269,7 @@ def keys_of_prompts(plan: ExtendPlan, window_left: int) -> Keys:
             # the page of the first of every ``page`` keys
             firsts = slots[:, : table.shape[1] * page : page]
             table.copy_(firsts[plan.req_pool_indices] // page)
-            lens.copy_(plan.seq_lens + plan.qo_indptr.diff())
+            torch.add(plan.seq_lens, plan.qo_indptr.diff(), out=lens)
 
         return Keys(table, lens, fill_pages, page)
     # The slot table as one row, whose "row" r begins at entry r: FA3 finds a row by its stride
@@ -278,11 +278,14 @@ def keys_of_prompts(plan: ExtendPlan, window_left: int) -> Keys:
     starts = torch.zeros_like(lens)
 
     def fill_slots() -> None:
-        hidden = torch.zeros_like(plan.seq_lens)
+        # each of these is a launch
+        torch.mul(plan.req_pool_indices, slots.stride(0), out=starts)
+        torch.sub(plan.qo_indptr[1:], plan.qo_indptr[:-1], out=lens)
+        lens.add_(plan.seq_lens)
         if window_left >= 0:
             hidden = (plan.seq_lens - window_left).clamp(min=0)
-        starts.copy_(plan.req_pool_indices * slots.stride(0) + hidden)
-        lens.copy_(plan.seq_lens + plan.qo_indptr.diff() - hidden)
+            starts.add_(hidden)
+            lens.sub_(hidden)
 
     return Keys(slots.as_strided((1, width), (1, 1)), lens, fill_slots, rows=starts)
 
