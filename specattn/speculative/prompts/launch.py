@@ -15,7 +15,7 @@ from specattn.kernels.prompts import COLUMNS, begin_prompts
 from specattn.kernels.step import end_step, write_output
 from specattn.plan import ExtendPlan
 from specattn.speculative.prompts.buffers import ChunkPieces, ChunkTokens, ChunkViews
-from specattn.speculative.prompts.prefill import accept_first
+from specattn.speculative.prompts.prefill import accept_first, roots_at
 from specattn.speculative.sampling.grammar import open_bitmask
 from specattn.speculative.sampling.processors import Processing
 from specattn.speculative.states import check_kept
@@ -111,6 +111,7 @@ class PromptMemory:
         self.pieces = ChunkPieces.alloc(count, None, device)
         self.qo_indptr = torch.zeros(count + 1, dtype=torch.int32, device=device)
         self.packed = torch.zeros(count, 2, dtype=torch.int64, device=device)
+        self.roots = roots_at(torch.zeros(count, dtype=torch.int64, device=device))
         # of every piece, its tokens and then the place behind them, which is row 0's
         self.states: tuple[Tensor, Tensor] | None = None
         if not setup.target.shares_prefixes and setup.proposer.read_ahead:
@@ -268,8 +269,9 @@ class PromptLaunch:
         sampling = pieces.sampling(sampled=self.part.level > Level.GREEDY, min_p=min_p)
         logits = self.memory.kept("logits", len(pieces.last))
         assert logits is not None
-        out = pieces.accepted
-        accept_first(logits, pieces.before.long(), sampling, self.processing, out)
+        roots, out = self.memory.roots, pieces.accepted
+        roots.positions[:, 0] = pieces.before
+        accept_first(roots, logits, pieces.before, sampling, self.processing, out)
 
     def admit(self) -> None:
         """Let the proposer read the chunk, and requests begin whose prompts end."""

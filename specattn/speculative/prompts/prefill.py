@@ -342,18 +342,20 @@ def first_tokens(  # noqa: PLR0913 - as its docstring says
         ``[R]`` int64; -1 where the logits are not finite, or processors leave no token.
     """
     if processors is None:
-        return accept_first(logits, lens, sampling).bonus_tokens
+        return accept_first(roots_at(lens), logits, lens.to(torch.int32), sampling).bonus_tokens
     logprobs = LogprobBuffers.alloc(1, len(lens), 1, lens.device)
     if scored is not None:
         scored.append(logprobs)
     # there is one entry, 0
     processing = Processing(processors, rows, logprobs, lens.new_zeros(1), bitmask)
-    return accept_first(logits, lens, sampling, processing).bonus_tokens
+    roots, seq_lens = roots_at(lens), lens.to(torch.int32)
+    return accept_first(roots, logits, seq_lens, sampling, processing).bonus_tokens
 
 
 def accept_first(
+    roots: DraftTree,
     logits: Tensor,
-    lens: Tensor,
+    seq_lens: Tensor,
     sampling: SamplingBatch,
     processing: Processing | None = None,
     out: AcceptResult | None = None,
@@ -362,10 +364,12 @@ def accept_first(
 
     Parameters
     ----------
+    roots : DraftTree
+        See `roots_at`.
     logits : Tensor
         ``[R, V]``, after each prompt.
-    lens : Tensor
-        ``[R]`` int64, tokens before each prompt's last one.
+    seq_lens : Tensor
+        ``[R]`` int32, tokens before each prompt's last one.
     sampling : SamplingBatch
         How each request draws.
     processing : Processing, optional
@@ -373,10 +377,9 @@ def accept_first(
     out : AcceptResult, optional
         Tensors to write; new ones if None.
     """
-    tree, raw, seq_lens = _roots(lens), logits[:, None], lens.to(torch.int32)
-    plain = SpecConfig(num_steps=0, num_draft_tokens=1)
-    nodes = raw if processing is None else processing.process(tree, raw)
-    accepted = accept(tree, nodes, seq_lens, plain, sampling, out)
+    raw, plain = logits[:, None], SpecConfig(num_steps=0, num_draft_tokens=1)
+    nodes = raw if processing is None else processing.process(roots, raw)
+    accepted = accept(roots, nodes, seq_lens, plain, sampling, out)
     if processing is not None:
         processing.score(accepted, raw, nodes, lambda: sampling)
         processing.note(accepted)
@@ -405,16 +408,16 @@ def leave_nothing(
     logits = torch.zeros(1, 1, vocab, device=device)
     words = None if bitmask is None else bitmask.to(device)[None]
     tree, rows = (
-        _roots(torch.tensor([length - 1], device=device)),
+        roots_at(torch.tensor([length - 1], device=device)),
         torch.tensor([row], device=device),
     )
     return bool((processors.process(tree, logits, rows, words) == -torch.inf).all())
 
 
-def _roots(positions: Tensor) -> DraftTree:
-    """Return trees of a root each, at ``positions [R]``.
+def roots_at(positions: Tensor) -> DraftTree:
+    """Return trees of a root each, at ``positions [R]`` int64.
 
-    The history has the roots' tokens.
+    Those are a view of these, the rest says nothing of them. The history has the roots' tokens.
     """
     root = torch.zeros_like(positions)[:, None]
     none, probs = torch.full_like(root, -1), torch.empty(len(root), 0, 0, device=root.device)
