@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specattn.backends.flash_attn import Fa3Backend
 from specattn.batch import Phase, RowLayout
@@ -126,6 +127,29 @@ def test_tiles_are_scheduled_once_for_all_layers():
         assert len(given) == 4 * passes
         assert all(one is not None for one in given[passes:])
         oracle.check(case, case.expected())
+
+
+class Launches(TorchDispatchMode):
+    """The operations that launch something: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_the_keys_of_prompts_are_listed_in_three_launches():
+    """Every chunk of prompts has them in its graph, some microseconds each."""
+    form = {"heads": (4, 2), "head_dim": 64, "dtype": BF16, "device": str(DEVICE)}
+    case = oracle.make_extend_case([(3, 4), (18, 2)], **form)
+    bound = backend_of(case).bind(plan_of(case))
+    with Launches() as launches:
+        bound.keys.fill()
+    assert len(launches.names) == 3, launches.names
 
 
 def test_a_library_without_schedules_is_refused_by_name(monkeypatch):
