@@ -292,10 +292,10 @@ class SlotTable(ReadOnly):
         with self._change():
             row = self._free_rows.pop()
             shared = self._pages[share][: share_len // self.page_size] if share_len else []
-            self._users[shared] += 1
             self._pages[row], self._committed[row] = list(shared), share_len
             self._held[row], self._needed[row] = len(shared), share_len
             if share_len:
+                self._users[shared] += 1
                 self.req_to_token[row, :share_len] = self.req_to_token[share, :share_len]
                 self.reserved[row].fill_(share_len)
         return row
@@ -329,9 +329,9 @@ class SlotTable(ReadOnly):
                 self._known(row)
         if len(distinct) != len(rows) or len(rows) != len(lens):
             raise ValueError(f"rows must differ, got {list(rows)} for {len(lens)} lengths")
-        if need.min(initial=0) < 0:
+        if min(lens, default=0) < 0:
             raise ValueError(f"lens must be 0 or more, got {list(lens)}")
-        longest = int(need.max(initial=0))
+        longest = max(lens, default=0)
         if longest > self.max_context_len:
             raise CapacityError(
                 f"{longest} tokens do not fit into a context of {self.max_context_len}"
