@@ -124,9 +124,10 @@ class Fa3Backend(PagedBackend):
         return found.flatten(0, -3) if out is None else out
 
     def schedule(self, keys: Keys, queries: Queries) -> Tensor:
-        """Let FA3 share out a call's tiles, on the device; returns its own int32.
+        """Let FA3 share out a call's tiles, on the device.
 
-        Every `call` with the same lengths may be given it: FA3 puts back what a call changes.
+        Returns numbers of FA3's own, int32. Every `call` with the same lengths may be given them:
+        FA3 puts back what a call changes.
         """
         config = self.config
         found: Tensor = self.library.get_scheduler_metadata(

@@ -94,7 +94,10 @@ class StagingRing:
         return self._buffers[at]
 
     def launched(self) -> None:
-        """Note that the launches which read the last buffer are on the current stream."""
+        """Note that what reads the last buffer was launched.
+
+        That is on the current stream.
+        """
         if self._read:
             self._read[self._at - 1].record(torch.cuda.current_stream(self._of))
 
@@ -389,7 +392,7 @@ class SlotTable(ReadOnly):
         return trimmed
 
     def _append(self, grown: Sequence[tuple[int, int]]) -> None:
-        """Give every row so many pages, 0 if it shrank; tell the device."""
+        """Give rows so many pages, 0 if shrunk; tell the device."""
         self._changing = True
         for part in _uploads(grown, self._UPLOAD):
             self._upload(part)
@@ -500,7 +503,7 @@ def _growing(rows: Rows, counts: Rows) -> list[tuple[int, int]]:
 
 
 def _uploads(grown: Iterable[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
-    """Split rows and their new pages into parts of at most so many pages."""
+    """Split rows and their pages into parts of so many pages."""
     part: list[tuple[int, int]] = []
     room = most
     for row, count in grown:
