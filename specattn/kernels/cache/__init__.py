@@ -178,9 +178,10 @@ def write_slots(
     Parameters
     ----------
     packed : Tensor
-        Flat int32, on the device or pinned; may be longer. First five numbers per piece, all pieces' first numbers first: row, first
-        column, how many slots to write, where in ``packed`` the piece's pages begin, and what
-        ``reserved`` becomes. Then the pages; a piece's last page may be written in part.
+        Flat int32, on the device or pinned; may be longer. First five numbers per piece, all
+        pieces' first numbers first: row, first column, how many slots to write, where in ``packed``
+        the piece's pages begin, and what ``reserved`` becomes. Then the pages; a piece's last page
+        may be written in part.
     req_to_token : Tensor
         ``[rows, columns]`` int32, in place; may have a row stride.
     reserved : Tensor
