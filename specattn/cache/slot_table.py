@@ -400,18 +400,17 @@ class SlotTable(ReadOnly):
 
     def _upload(self, grown: Sequence[tuple[int, int]]) -> None:
         """Give rows as many pages as one upload holds."""
-        rows, counts = np.array(grown).T
-        total = int(counts.sum())
+        total = sum(count for _, count in grown)
         pages = self._free_pages[self._num_free - total : self._num_free][::-1].copy()
         self._num_free -= total
         self._users[pages] = 1
-        self._held[rows] += counts
         size, limit = self.page_size, self.max_context_len
         taken, begin, pieces = pages.tolist(), 0, []
         for row, count in grown:
             held = self._pages[row]
             column = min(len(held) * size, limit)
             held += taken[begin : begin + count]
+            self._held[row] = len(held)
             room = min(len(held) * size, limit)
             pieces.append((row, column, room - column, 5 * len(grown) + begin, room))
             begin += count
