@@ -9,6 +9,8 @@ import torch
 
 # lanes of a warp
 _WARP = 32
+# rows up to which there are so few programs that small ones are best
+_FEW_ROWS = 64
 # programs that keep the largest GPUs busy; more than are needed cost time to start
 PROGRAMS = 2048
 
@@ -31,6 +33,15 @@ def programs_per_row(rows: int, blocks: int) -> int:
     per block would start many for nothing. Each takes every n-th block instead.
     """
     return max(1, min(blocks, PROGRAMS // max(rows, 1)))
+
+
+def columns_of(rows: int) -> tuple[int, int]:
+    """Return the columns and warps of a program that sums or gates.
+
+    Programs of a row are many: of few rows so that each multiprocessor has some, of more rows they
+    are larger, or starting them takes longer than running them.
+    """
+    return (512, 2) if rows <= _FEW_ROWS else (2048, 8)
 
 
 def split_lanes(splits: int) -> int:

@@ -19,12 +19,9 @@ from torch.nn.functional import silu
 
 from specattn.kernels import TritonModule, on_triton
 from specattn.kernels.cache import rows_of_slots, store_kv
-from specattn.kernels.launch import cdiv, launch_options, power_of_2
+from specattn.kernels.launch import cdiv, columns_of, launch_options, power_of_2
 
 launch = TritonModule("specattn.kernels.fused.triton")
-
-# columns per program of a sum
-_SPAN = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,16 +204,17 @@ def add_partials(partials: Tensor, dtype: torch.dtype, *, gated: bool = False) -
         split, count, size = partials.shape
         size = size // 2 if gated else size
         out = partials.new_empty(count, size, dtype=dtype)
+        block, warps = columns_of(count)
         if count:
-            launch.add_partials_kernel[count, cdiv(size, _SPAN)](
+            launch.add_partials_kernel[count, cdiv(size, block)](
                 partials,
                 out,
                 *partials.stride()[:2],
                 SIZE=size,
-                BLOCK=_SPAN,
+                BLOCK=block,
                 SPLIT=split,
                 GATED=gated,
-                num_warps=2,
+                num_warps=warps,
                 **launch_options(partials.device),
             )
         return out

@@ -25,7 +25,7 @@ from specattn.kernels.attention.tiles import DeviceLimits
 from specattn.kernels.fused import add_partials, add_rms_norm, embed_norm_pair, whole_rows
 from specattn.kernels.fused.gates import check_gates, gate_heads
 from specattn.kernels.gluon_guard import gluon_ok
-from specattn.kernels.launch import cdiv, launch_options, power_of_2
+from specattn.kernels.launch import cdiv, columns_of, launch_options, power_of_2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,8 +46,6 @@ _FLOOR = 1e-10
 ROWS_BOX = 16
 #: Rows of x that a tile has at most, and up to which reading the weight takes longest.
 MAX_ROWS = 64
-# columns per program, of rows with a scale per block
-_SPAN = 512
 
 
 class RowsFormat(NamedTuple):
@@ -195,7 +193,7 @@ def scale_rows(x: Tensor, how: RowsFormat) -> ScaledRows:
     found = rows_like(x, how)
     if has_kernels(x):
         if count:
-            constants, spans = _spans(size, how)
+            constants, spans = _spans(size, how, count)
             launch.scale_rows_kernel[count, spans](
                 x,
                 *found.room,
@@ -240,7 +238,7 @@ def gated_scaled(partials: Tensor, how: RowsFormat, dtype: torch.dtype) -> Scale
     size = both // 2
     found = rows_like(partials[0, :, :size], how, dtype)
     if count:
-        constants, spans = _spans(size, how)
+        constants, spans = _spans(size, how, count)
         launch.gate_scale_kernel[count, spans](
             partials,
             # of the dtype that is rounded to, and never read
@@ -265,7 +263,7 @@ def gate_heads_scaled(x: Tensor, gates: Tensor, how: RowsFormat) -> ScaledRows:
     check_gates(x, gates)
     found = rows_like(x, how)
     if len(x):
-        constants, spans = _spans(x.shape[1], how)
+        constants, spans = _spans(x.shape[1], how, len(x))
         launch.gate_heads_scale_kernel[len(x), spans](
             x,
             gates,
@@ -508,9 +506,9 @@ def _has_float8(device: torch.device) -> bool:
     return False
 
 
-def _spans(size: int, how: RowsFormat) -> tuple[dict[str, int], int]:
+def _spans(size: int, how: RowsFormat, rows: int) -> tuple[dict[str, int], int]:
     """Return the constants of quantisers, and a row's spans."""
-    span = _SPAN if how.groups > 1 else power_of_2(size)
+    span = columns_of(rows)[0] if how.groups > 1 else power_of_2(size)
     constants = {
         "SIZE": size,
         "SPAN": span,

@@ -8,12 +8,9 @@ from torch.nn.functional import silu
 
 from specattn.checks import require_dense, require_rows, require_shape
 from specattn.kernels import TritonModule, on_triton
-from specattn.kernels.launch import cdiv, launch_options, power_of_2
+from specattn.kernels.launch import cdiv, columns_of, launch_options, power_of_2
 
 launch = TritonModule("specattn.kernels.fused.triton_gates")
-
-# columns per program
-_SPAN = 512
 
 
 def gather_columns(partials: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
@@ -45,16 +42,17 @@ def gather_columns(partials: Tensor, columns: Tensor, dtype: torch.dtype) -> Ten
     if on_triton(partials):
         split, count, _ = partials.shape
         out = partials.new_empty(count, size, dtype=dtype)
+        block, warps = columns_of(count)
         if out.numel():
-            launch.gather_columns_kernel[count, cdiv(size, _SPAN)](
+            launch.gather_columns_kernel[count, cdiv(size, block)](
                 partials,
                 columns,
                 out,
                 size,
                 *partials.stride()[:2],
                 SPLIT=split,
-                BLOCK=_SPAN,
-                num_warps=2,
+                BLOCK=block,
+                num_warps=warps,
                 **launch_options(partials.device),
             )
         return out
@@ -137,15 +135,16 @@ def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
     if on_triton(x):
         count, size = x.shape
         out = torch.empty_like(x)
+        block, warps = columns_of(count)
         if out.numel():
-            launch.gate_heads_kernel[count, cdiv(size, _SPAN)](
+            launch.gate_heads_kernel[count, cdiv(size, block)](
                 x,
                 gates,
                 out,
                 size,
                 gates.stride(0),
-                BLOCK=_SPAN,
-                num_warps=2,
+                BLOCK=block,
+                num_warps=warps,
                 **launch_options(x.device),
             )
         return out

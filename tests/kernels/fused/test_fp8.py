@@ -394,7 +394,7 @@ def test_no_pairs_of_norms(implementation) -> None:
     assert (len(found), found.values.shape) == (0, (1, 0, 512))
 
 
-GATED = [(1, 128, 1), (5, 72, 1), (3, 576, 2), (17, 520, 3), (2, 1100, 1)]
+GATED = [(1, 128, 1), (5, 72, 1), (3, 576, 2), (17, 520, 3), (2, 1100, 1), (65, 2100, 1)]
 
 
 @pytest.mark.parametrize("terms", [1, 2])
@@ -444,7 +444,7 @@ def test_no_gated_number_is_lost(implementation, number) -> None:
 
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize(("rows", "size"), [(1, 128), (5, 72), (17, 520), (2, 1100)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 128), (5, 72), (17, 520), (2, 1100), (65, 2100)])
 def test_gated_heads_are_quantised_as_they_are_rounded(
     implementation, dtype, rows, size, blocks, terms, monkeypatch
 ) -> None:

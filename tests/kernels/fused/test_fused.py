@@ -101,15 +101,16 @@ def test_embeddings_beside_states_and_their_norms(implementation, dtype) -> None
     check(both, torch.cat([norm(table[ids], exact[0]), norm(hidden, exact[1])], dim=-1))
 
 
-@pytest.mark.parametrize("split", [1, 2])
-def test_activation(implementation, dtype, split) -> None:
-    partials = random_partials(split, 3, 2 * 700, dtype=dtype)
+@pytest.mark.parametrize(("split", "rows", "size"), [(1, 3, 700), (2, 3, 700), (2, 65, 2100)])
+def test_activation(implementation, dtype, split, rows, size) -> None:
+    partials = random_partials(split, rows, 2 * size, dtype=dtype)
     gate, up = partials.double().sum(0).chunk(2, dim=-1)
     check(add_partials(partials, dtype, gated=True), gate * gate.sigmoid() * up)
 
 
-def test_partials_add_up(implementation, dtype) -> None:
-    partials = random_partials(3, 4, 700, dtype=dtype)
+@pytest.mark.parametrize(("rows", "size"), [(4, 700), (65, 2100)])
+def test_partials_add_up(implementation, dtype, rows, size) -> None:
+    partials = random_partials(3, rows, size, dtype=dtype)
     got = add_partials(partials, dtype)
     assert got.dtype == dtype
     check(got, partials.double().sum(0))

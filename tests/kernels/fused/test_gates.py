@@ -14,9 +14,9 @@ def dtype(request) -> torch.dtype:
     return request.param
 
 
-@pytest.mark.parametrize(("split", "size"), [(1, 700), (3, 52)])
-def test_columns_come_in_the_order_asked_for(implementation, dtype, split, size) -> None:
-    partials = random_partials(split, 5, size, dtype=dtype)
+@pytest.mark.parametrize(("split", "rows", "size"), [(1, 5, 700), (3, 5, 52), (1, 65, 2100)])
+def test_columns_come_in_the_order_asked_for(implementation, dtype, split, rows, size) -> None:
+    partials = random_partials(split, rows, size, dtype=dtype)
     for columns in (torch.randperm(size), torch.tensor([size - 1, 0, 0]), torch.arange(0)):
         columns = columns.to(DEVICE)
         found = gather_columns(partials, columns, dtype)
@@ -38,9 +38,9 @@ def test_heads_are_normed_and_gated(implementation, dtype, split, heads, size) -
     assert gated_rms_norm(x[:0], gates[:, :0], weight, EPS).shape == (0, heads * size)
 
 
-@pytest.mark.parametrize("size", [600, 24])
-def test_heads_are_gated(implementation, dtype, size) -> None:
-    x, gates = random(5, size, dtype=dtype), random_partials(1, 5, size, dtype=dtype)[0]
+@pytest.mark.parametrize(("rows", "size"), [(5, 600), (5, 24), (65, 2100)])
+def test_heads_are_gated(implementation, dtype, rows, size) -> None:
+    x, gates = random(rows, size, dtype=dtype), random_partials(1, rows, size, dtype=dtype)[0]
     check(gate_heads(x, gates), x.double() * gates.double().sigmoid())
     assert gate_heads(x[:0], gates[:0]).shape == (0, size)
 
