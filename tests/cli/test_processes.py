@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 
+from specattn.cli import app
 from specattn.cli.generate import Generate
 from tests.cli.command import ON_CPU, PROMPT, ROOT, plain_tokens
 from tests.samples import half, sampled
@@ -89,11 +91,16 @@ def test_triton_on_a_cpu_switches_its_interpreter_on_before_models_import_it():
 
 
 @pytest.mark.parametrize("columns", [60, 79, 200])
-def test_help_names_every_option_whole(columns, monkeypatch):
-    """However wide the terminal is."""
+def test_help_names_every_option_whole(columns, monkeypatch, capsys):
+    """However wide the terminal is, which the command looks at once, when it is imported."""
     monkeypatch.setenv("COLUMNS", str(columns))
+    spec = spec_from_file_location("specattn.cli.app_again", app.__file__)
+    again = module_from_spec(spec)
+    spec.loader.exec_module(again)
     names = [f"--{one.name.replace('_', '-')}" for one in fields(Generate) if one.name != "ctx"]
-    shown = process("generate", "--help").communicate()[0].decode()
+    with pytest.raises(SystemExit):
+        again.app(["generate", "--help"])
+    shown = capsys.readouterr().out
     names = [name for name in names if name not in ("--prompt", "--as-json")]
     assert len(names) > 40
     assert [name for name in names if not re.search(rf"{name}\b(?!-)", shown)] == []
