@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from scipy.stats import chisquare, kstest
 
 from tests.distributions import joint, p_value, pearson
 
@@ -24,6 +23,9 @@ def test_joint_probabilities_are_products():
 
 
 def test_p_values_of_what_is_right_are_uniform():
+    # every process collects this module, and scipy.stats takes a second to import
+    from scipy.stats import kstest
+
     assert (
         kstest([p_value(draw(PAIRS, seed), PAIRS) for seed in range(200)], "uniform").pvalue > 0.01
     )
@@ -52,6 +54,8 @@ def test_what_cannot_come_has_none():
 
 
 def test_rare_outcomes_are_one():
+    from scipy.stats import chisquare
+
     probabilities = [0.25, 0.25, 0.25, 0.245, 0.003, 0.002]
     want = chisquare([260, 240, 250, 243, 7], [250, 250, 250, 245, 5]).pvalue
     assert pearson([260, 240, 250, 243, 3, 4], probabilities) == pytest.approx(want)
