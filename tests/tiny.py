@@ -29,13 +29,14 @@ def turns(positions: Tensor, half: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     """The cosine and sine of every position's angles, once for all layers of a forward."""
     freq = FREQ / (1.0 + torch.arange(half, device=positions.device, dtype=torch.float32))
     angle = positions[:, None, None].float() * freq
-    return angle.cos().to(dtype), angle.sin().to(dtype)  # [T, 1, half]
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)  # [T, 1, 2 * half]
 
 
 def rotate(x: Tensor, turned: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embedding, so that a wrong position is a wrong answer."""
-    (a, b), (cos, sin) = x.chunk(2, -1), turned
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    cos, sin = turned
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 class Block(nn.Module):
@@ -62,9 +63,10 @@ class Block(nn.Module):
         sizes = [rotated * c.head_dim, c.num_kv_heads * c.v_head_dim]
         qk, v = self.qkv(x)[:, skipped * c.head_dim :].split(sizes, 1)
         qk = rotate(qk.view(t, rotated, c.head_dim), turned)
-        heads = [rotated - c.num_kv_heads, c.num_kv_heads]
+        queries = rotated - c.num_kv_heads
         return [
-            *(part.contiguous() for part in qk.split(heads, 1)),
+            qk[:, :queries].contiguous(),
+            qk[:, queries:].contiguous(),
             v.reshape(t, c.num_kv_heads, c.v_head_dim),
         ]
 
