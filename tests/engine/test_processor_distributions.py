@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
@@ -38,8 +38,13 @@ def models():
     return three_tokens.make_models()
 
 
-def p_value(models, setting: str, wanted, params: SamplingParams, **options) -> float:
-    run = Engine(*models, SETTINGS[setting], buckets=[250])
+@pytest.fixture(scope="module")
+def engines(models):
+    """The engine of a setting: requests of any parameters, one batch after another."""
+    return cache(lambda setting: Engine(*models, SETTINGS[setting], buckets=[250]))
+
+
+def p_value(run: Engine, wanted, params: SamplingParams, **options) -> float:
     return three_tokens.drawn_p_value(run, wanted, params=params, **options)
 
 
@@ -51,14 +56,14 @@ def distribution(models, params: SamplingParams):
 
 
 @sampled(star, setting=["tree", "chain"], name=["three", *list(PARAMS)[:-1]])
-def test_three_tokens_have_the_distribution_of_plain_decoding(models, name, setting):
+def test_three_tokens_have_the_distribution_of_plain_decoding(models, engines, name, setting):
     wanted = distribution(models, PARAMS[name])
-    assert p_value(models, setting, wanted, PARAMS[name]) > 1e-3
+    assert p_value(engines(setting), wanted, PARAMS[name]) > 1e-3
 
 
-def test_rejection_sampling_keeps_the_distribution(models):
+def test_rejection_sampling_keeps_the_distribution(models, engines):
     wanted = distribution(models, PARAMS["three"])
-    assert p_value(models, "rejection", wanted, PARAMS["three"]) > 1e-3
+    assert p_value(engines("rejection"), wanted, PARAMS["three"]) > 1e-3
 
 
 def test_a_history_without_the_path_fails_the_same_test(monkeypatch):
@@ -66,13 +71,17 @@ def test_a_history_without_the_path_fails_the_same_test(monkeypatch):
     monkeypatch.setattr(three_tokens, "DEVICE", "cpu")
     models = three_tokens.make_models()
     wanted = distribution(models, STRONG)
-    assert p_value(models, "tree", wanted, STRONG, draws=MANY) > 1e-3
+    run = Engine(*models, SETTINGS["tree"], buckets=[250])
+    assert p_value(run, wanted, STRONG, draws=MANY) > 1e-3
     monkeypatch.setattr("specattn.kernels.processors._path", no_path)
-    assert p_value(models, "tree", wanted, STRONG, draws=MANY) < 1e-8
+    assert p_value(run, wanted, STRONG, draws=MANY) < 1e-8
 
 
 @pytest.mark.parametrize("setting", ["plain", "chain", "tree"])
-def test_constrained_tokens_have_the_distribution_of_plain_constrained_decoding(models, setting):
+def test_constrained_tokens_have_the_distribution_of_plain_constrained_decoding(
+    models, engines, setting
+):
     params = DRAWN(frequency_penalty=0.5)
     wanted = distribution_of(lambda out: constrained_logits(models[0], PROMPT, out, params), params)
-    assert p_value(models, setting, wanted, params, grammar=partial(Remainders, PROMPT)) > 1e-3
+    grammar = partial(Remainders, PROMPT)
+    assert p_value(engines(setting), wanted, params, grammar=grammar) > 1e-3

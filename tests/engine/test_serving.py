@@ -46,7 +46,7 @@ def make(models, rows=3, *, tree=(3, 4, 9), **options) -> Engine:
     return Engine(*models, config, **settings)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected(models):
     return [result.tokens for result in make(models).generate(REQUESTS)]
 
