@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from specattn.config import SpecConfig
 from specattn.engine.configs import SpeculativeConfigs
@@ -116,16 +117,25 @@ class World:
         return configs.choose([999] * len(texts), sum(text.ready for text in texts))
 
 
+@cache
+def plain_speed(load: Callable[[float], int], prompt: float, total: int, seed: int) -> float:
+    """The speed of an engine without a draft, which has neither a share nor a rate."""
+    world = World(0.0, False, RATES["bad"], load, prompt)
+    made = SpeculativeConfigs((PLAIN,), None, BUCKETS)
+    return world.run(made, plain=True, total=total, seed=seed)
+
+
 def shares(world: World, *, total: int, seed: int = 0) -> tuple[float, float, float, float]:
     """Return the speeds of the fixed settings and of an adaptive engine, over the best fixed."""
 
-    def speed(*configs: SpecConfig, plain: bool = False) -> float:
+    def speed(*configs: SpecConfig) -> float:
         made = SpeculativeConfigs(configs, None, BUCKETS)
         if world.model:
             made.let_rest()
-        return world.run(made, plain=plain, total=total, seed=seed)
+        return world.run(made, plain=False, total=total, seed=seed)
 
-    fixed = [speed(DEEP), speed(SHALLOW), speed(PLAIN, plain=True)]
+    plain = plain_speed(world.load, world.prompt, total, seed)
+    fixed = [speed(DEEP), speed(SHALLOW), plain]
     adaptive = speed(DEEP, SHALLOW, PLAIN)
     return tuple(one / max(fixed) for one in (*fixed, adaptive))
 
