@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from dataclasses import replace
@@ -107,6 +108,14 @@ def alone(kind: str, prompts, drawn) -> list[tuple[int, dict]]:
     return found
 
 
+@functools.cache
+def pieces(kind: str) -> tuple[list, list, list]:
+    """Prompts, how they are drawn after, and what each gives by itself."""
+    prompts = [*texts(1, 9), [7] * CONTEXT, [5]]
+    drawn = params(len(prompts))
+    return prompts, drawn, alone(kind, prompts, drawn)
+
+
 def same(got: dict, want: dict) -> None:
     for name, one in want.items():
         torch.testing.assert_close(got[name], one, rtol=1e-4, atol=1e-5, msg=name)
@@ -120,9 +129,7 @@ def same(got: dict, want: dict) -> None:
 )
 def test_a_chunk_is_its_pieces_alone(kind, buckets, chunk):
     """In float32: first tokens, states, keys and values."""
-    prompts = [*texts(1, 9), [7] * CONTEXT, [5]]
-    drawn = params(len(prompts))
-    want = alone(kind, prompts, drawn)
+    prompts, drawn, want = pieces(kind)
     run = Run(kind)
     runner = PromptRunner.of(run.setup, buckets=buckets, chunk=chunk)
     runner.capture(Level.SAMPLED)
