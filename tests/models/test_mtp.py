@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import specattn
-from specattn import Engine, Request, SamplingParams, SpecConfig
+from specattn import Engine, Request, RequestOutput, SamplingParams, SpecConfig
 from specattn.config import AttnConfig
 from specattn.errors import ModelError
 from specattn.kernels.fused.fp8 import scale_blocks
@@ -216,16 +216,31 @@ def served(request, tmp_path_factory):
     return mtp, texts, target, head
 
 
+def speculated(target, head, tree: str) -> list[RequestOutput]:
+    engine = Engine(target, head, TREES[tree], backend="torch_native", graphs=False)
+    return engine.generate([Request(one, NEW, ignore_eos=True) for one in PROMPTS])
+
+
+def gain(results: list[RequestOutput]) -> float:
+    """Tokens of a step."""
+    return sum(sum(one.accept_lens) for one in results) / sum(one.steps for one in results)
+
+
+@pytest.fixture(scope="module")
+def chained(served) -> list[RequestOutput]:
+    """What chains of the head come to."""
+    _, _, target, head = served
+    return speculated(target, head, "chain")
+
+
 @pytest.mark.parametrize("tree", TREES)
-def test_texts_are_the_targets_own(served, tree) -> None:
+def test_texts_are_the_targets_own(served, chained, tree) -> None:
     mtp, texts, target, head = served
     assert head.layers[0].latent == (not isinstance(target, FusedTarget))
-    engine = Engine(target, head, TREES[tree], backend="torch_native", graphs=False)
-    results = engine.generate([Request(one, NEW, ignore_eos=True) for one in PROMPTS])
+    results = chained if tree == "chain" else speculated(target, head, tree)
 
     assert [result.tokens for result in results] == texts
-    gained = sum(sum(one.accept_lens) for one in results) / sum(one.steps for one in results)
-    assert gained > 1.4
+    assert gain(results) > 1.4
     if tree == "chain":
         # so nothing that was drafted differs: norms, order, positions, what was kept of rejections
         assert [result.accept_lens for result in results] == [
@@ -261,15 +276,13 @@ def test_a_head_keeps_the_rules_of_proposers(kit_models, at) -> None:
     [*proposer_conformance(head, target)][at]()
 
 
-def test_a_head_that_mixes_in_another_order_costs_tokens_of_a_step_and_no_text(served) -> None:
+def test_a_head_that_mixes_in_another_order_costs_tokens_of_a_step_and_no_text(
+    served, chained
+) -> None:
     _, texts, target, head = served
-    gained = []
-    for one in (head, swapped(head)):
-        engine = Engine(target, one, TREES["chain"], backend="torch_native", graphs=False)
-        results = engine.generate([Request(p, NEW, ignore_eos=True) for p in PROMPTS])
-        assert [result.tokens for result in results] == texts
-        gained.append(sum(sum(one.accept_lens) for one in results) / sum(r.steps for r in results))
-    assert gained[1] < 1.1 < 1.4 < gained[0]
+    mixed = speculated(target, swapped(head), "chain")
+    assert [result.tokens for result in mixed] == texts
+    assert gain(mixed) < 1.1 < 1.4 < gain(chained)
 
 
 def test_transformers_own_mtp_model_computes_the_same(tmp_path) -> None:

@@ -26,13 +26,19 @@ def model():
     return hybrid()
 
 
-@pytest.mark.parametrize("shape", [(0, 1, 1), (3, 1, 4), (3, 3, 9)], ids=str)
-@pytest.mark.parametrize("page", [1, 4])
-def test_hits_are_cold_runs(model, shape, page) -> None:
+@pytest.fixture(scope="module")
+def cold(model) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and the texts that transformers writes after them."""
     # the same again, beginnings of different lengths, and what follows a text
     first = generated(model, [A], NEW)[0]
     prompts = [A, B, A, A[:6], [*A[:6], 2], [*A, *first[:5]], [*A, *first[:5], 50], A]
-    texts = generated(model, prompts, NEW)
+    return prompts, generated(model, prompts, NEW)
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 1), (3, 1, 4), (3, 3, 9)], ids=str)
+@pytest.mark.parametrize("page", [1, 4])
+def test_hits_are_cold_runs(model, cold, shape, page) -> None:
+    prompts, texts = cold
     source = HFTarget.from_model(model)
     target = FusedTarget.from_target(source)
     known = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
