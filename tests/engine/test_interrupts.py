@@ -25,8 +25,11 @@ from tests.worlds import DEVICE
 ROOT = Path(specattn.__file__).parent
 MODULES = ("engine", "admission", "flight", "decoders", "prompts", "scheduler", "configs")
 ENGINE = [ROOT / "engine" / f"{name}.py" for name in MODULES]
-STEPS = [ROOT / "speculative" / f"{name}.py" for name in ("host_buffers", "step_decoder", "states")]
+STEPS = [
+    ROOT / "speculative" / f"{name}.py" for name in ("step/host_buffers", "step/decoder", "states")
+]
 TABLE = [ROOT / "cache" / "slot_table.py"]
+assert all(file.exists() for file in (*ENGINE, *STEPS, *TABLE))
 SHARED = [7 * i % 61 for i in range(9)]
 CONTEXT = 32
 
