@@ -21,6 +21,8 @@ PAIR = Path(str(files("specattn"))) / "pair"
 PROMPT = "class Point:\n    def __init__(self, x, y):"
 OTHERS = ["import os\n", "def read_config(path):", "for name in sorted(names):\n"]
 ON_CPU = ["--device", "cpu"]
+# tokens of a text, unless a test says otherwise
+COUNT = 16
 RUNNER = CliRunner()
 load_models = loading.load_models
 
@@ -70,7 +72,7 @@ def refused(*args: str, **rest) -> str:
     return line.removeprefix("specattn: error: ")
 
 
-def generate(*args: str, count: int = 24, **rest):
+def generate(*args: str, count: int = COUNT, **rest):
     result = run("generate", *ON_CPU, "--max-new-tokens", str(count), *args, **rest)
     assert result.exit_code == 0, result.output
     return result

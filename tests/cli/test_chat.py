@@ -10,6 +10,7 @@ import torch
 
 from specattn.cli import loading
 from tests.cli.command import (
+    COUNT,
     ON_CPU,
     OTHERS,
     PROMPT,
@@ -43,8 +44,8 @@ def template(monkeypatch):
 
 def test_a_prompt_is_a_message(template):
     found = generated("--chat", PROMPT)
-    assert found["tokens"] == plain_tokens(f"# user: {PROMPT}\n# answer:", 24)
-    assert found["tokens"] != plain_tokens(PROMPT, 24)
+    assert found["tokens"] == plain_tokens(f"# user: {PROMPT}\n# answer:", COUNT)
+    assert found["tokens"] != plain_tokens(PROMPT, COUNT)
 
 
 def test_a_system_message_comes_first(template, tmp_path):
@@ -57,7 +58,7 @@ def test_a_system_message_comes_first(template, tmp_path):
 
 
 def test_without_chat_the_template_is_not_used(template):
-    assert generated(PROMPT)["tokens"] == plain_tokens(PROMPT, 24)
+    assert generated(PROMPT)["tokens"] == plain_tokens(PROMPT, COUNT)
 
 
 def test_a_template_that_refuses_a_message(template):
@@ -78,7 +79,7 @@ def test_the_text_is_the_answer_alone(template):
 
 def test_the_end_of_a_turn_ends_the_answer(template, monkeypatch):
     """It is the tokenizer's alone, as in many models for chats."""
-    ids = plain_tokens(f"# user: {PROMPT}\n# answer:", 24)
+    ids = plain_tokens(f"# user: {PROMPT}\n# answer:", COUNT)
     end = ids[9]
     models = loading.load_models()
     chatty = copy.deepcopy(models.tokenizer)
@@ -89,5 +90,5 @@ def test_the_end_of_a_turn_ends_the_answer(template, monkeypatch):
     want = ids[: ids.index(end)]
     found = generated("--chat", PROMPT)
     assert (found["tokens"], found["finish_reason"]) == ([*want, end], "eos")
-    assert generate("--chat", PROMPT, count=24).stdout.strip() == found["text"].strip()
+    assert generate("--chat", PROMPT, count=COUNT).stdout.strip() == found["text"].strip()
     assert found["text"] == loading.decode(tokenizer(), want)

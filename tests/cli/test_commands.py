@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from specattn.cli import graphs, running
-from tests.cli.command import ON_CPU, PROMPT, plain_tokens, refused, run, tokenizer
+from tests.cli.command import COUNT, ON_CPU, PROMPT, plain_tokens, refused, run, tokenizer
 
 
 def test_graphs_says_what_capturing_takes():
@@ -80,13 +80,13 @@ def test_inspect_shows_tree_mask_and_slots():
     assert result.exit_code == 0, result.output
     tree, mask, slots, attention = result.stdout.split("\n\n")
     used = len(tokenizer()(PROMPT).input_ids)
-    first = tokenizer().decode(plain_tokens(PROMPT, 24)[:1])
+    first = tokenizer().decode(plain_tokens(PROMPT, COUNT)[:1])
     assert tree.splitlines()[1] == f"0 {first!r} @{used}  *"
     assert len(tree.splitlines()) == 1 + 7 + 1
     gained = int(re.search(r"accepted (\d) of 6 drafts", tree)[1])
     assert gained == tree.count("*") - 2  # the header's and the root's
     path = re.findall(r"\d+ ('.*?') @.*\*$", tree, re.MULTILINE)
-    texts = [repr(tokenizer().decode([t])) for t in plain_tokens(PROMPT, 24)]
+    texts = [repr(tokenizer().decode([t])) for t in plain_tokens(PROMPT, COUNT)]
     assert path == texts[: gained + 1]
     assert f"bonus {texts[gained + 1]}" in tree
     assert f"  0  0..{used - 1}" in mask

@@ -13,6 +13,7 @@ from specattn.cli.running import Outcome, Setup
 from specattn.config import SpecConfig
 from specattn.engine.engine import Request, RequestOutput
 from tests.cli.command import (
+    COUNT,
     OTHERS,
     PAIR,
     PROMPT,
@@ -41,7 +42,7 @@ def test_compare_with_a_batch_of_different_lengths(tmp_path):
 
 def test_compare_says_so_in_the_table():
     result = generate("--compare", "--topk", "2", PROMPT)
-    assert "identical to plain decoding: 24 tokens; " in result.stderr
+    assert f"identical to plain decoding: {COUNT} tokens; " in result.stderr
     assert "x as fast (" in result.stderr
 
 

@@ -8,19 +8,12 @@ import re
 import pytest
 
 from specattn.cli.loading import decode
-from tests.cli.command import (
-    OTHERS,
-    PROMPT,
-    generate,
-    generated,
-    plain_tokens,
-    tokenizer,
-)
+from tests.cli.command import COUNT, OTHERS, PROMPT, generate, generated, plain_tokens, tokenizer
 
 
 def test_text_is_what_transformers_generates():
     result = generate(PROMPT)
-    want = decode(tokenizer(), plain_tokens(PROMPT, 24))
+    want = decode(tokenizer(), plain_tokens(PROMPT, COUNT))
     assert result.stdout == want + ("" if want.endswith("\n") else "\n")
     assert "accepted/step" in result.stderr
     assert re.search(r"step +torch_native", result.stderr)
@@ -29,16 +22,16 @@ def test_text_is_what_transformers_generates():
 def test_json_is_one_object_and_nothing_else():
     result = generate("--json", PROMPT)
     found = json.loads(result.stdout)
-    assert found["tokens"] == plain_tokens(PROMPT, 24)
+    assert found["tokens"] == plain_tokens(PROMPT, COUNT)
     assert found["text"] == decode(tokenizer(), found["tokens"])
-    assert found["num_tokens"] == 24
+    assert found["num_tokens"] == COUNT
     assert found["finish_reason"] == "length"
     assert found["backend"] == "torch_native"
     assert found["accepted_per_step"] > 2
     # the first token is the prompt's; those past the last one do not count
-    assert found["accepted_per_step"] * found["steps"] == pytest.approx(23)
-    assert found["steps"] < 12
-    assert 0 < found["time_to_first_token"] < 24 / found["tokens_per_second"]
+    assert found["accepted_per_step"] * found["steps"] == pytest.approx(COUNT - 1)
+    assert found["steps"] < COUNT / 2
+    assert 0 < found["time_to_first_token"] < COUNT / found["tokens_per_second"]
     graphs = found["graphs"]
     assert graphs["replayed"] == graphs["fallbacks"] == 0
     assert graphs["unrecorded"] >= found["steps"]
@@ -51,15 +44,15 @@ def test_json_is_one_object_and_nothing_else():
 def test_the_modules_of_transformers_generate_the_same():
     found = generated("--no-fused", PROMPT)
     # a head has no others
-    assert (found["fused"], found["tokens"]) == (["draft"], plain_tokens(PROMPT, 24))
+    assert (found["fused"], found["tokens"]) == (["draft"], plain_tokens(PROMPT, COUNT))
     assert generated("--steps", "0", PROMPT)["fused"] == ["target"]
 
 
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        (["--steps", "0"], 23),
-        (["--draft-tokens", "1"], 23),
+        (["--steps", "0"], COUNT - 1),
+        (["--draft-tokens", "1"], COUNT - 1),
         (["--draft-tokens", "4"], None),
         (["--topk", "2", "--steps", "1"], None),
         (["--topk", "4"], None),
@@ -70,7 +63,7 @@ def test_the_modules_of_transformers_generate_the_same():
 )
 def test_every_shape_generates_the_same(options, steps):
     found = generated(*options, PROMPT)
-    assert found["tokens"] == plain_tokens(PROMPT, 24)
+    assert found["tokens"] == plain_tokens(PROMPT, COUNT)
     assert steps is None or found["steps"] == steps
 
 
@@ -85,7 +78,7 @@ def test_every_shape_generates_the_same(options, steps):
 )
 def test_steps_of_any_kind_generate_the_same(options):
     found = generated(*options, PROMPT)
-    assert found["tokens"] == plain_tokens(PROMPT, 24)
+    assert found["tokens"] == plain_tokens(PROMPT, COUNT)
     if "--cudagraph" in options:
         assert set(found["graphs"]["modes"]) == {"draft_decode", "target_verify", "draft_extend"}
     else:

@@ -10,6 +10,7 @@ import pytest
 from specattn.cli import loading
 from specattn.models.fused.scaled import FORMATS
 from tests.cli.command import (
+    COUNT,
     PAIR,
     PROMPT,
     generate,
@@ -49,7 +50,7 @@ def test_a_quantised_target_writes_what_it_writes_plainly(way, shape) -> None:
 )
 def test_a_quantised_draft_changes_no_text(kind) -> None:
     found = generated("--draft-quantization", "fp8-channel", *kind, PROMPT)
-    assert found["tokens"] == plain_tokens(PROMPT, 24)
+    assert found["tokens"] == plain_tokens(PROMPT, COUNT)
     assert found["accepted_per_step"] > 2
 
 

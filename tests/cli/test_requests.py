@@ -11,6 +11,7 @@ import torch
 
 from specattn.cli.loading import decode
 from tests.cli.command import (
+    COUNT,
     ON_CPU,
     OTHERS,
     PROMPT,
@@ -31,20 +32,20 @@ needs_xgrammar = pytest.mark.skipif(
 def test_a_repetition_penalty_is_that_of_transformers():
     ids = tokenizer()(PROMPT, return_tensors="pt").input_ids
     out = plain_model().generate(
-        ids, max_new_tokens=24, do_sample=False, pad_token_id=0, repetition_penalty=1.3
+        ids, max_new_tokens=COUNT, do_sample=False, pad_token_id=0, repetition_penalty=1.3
     )
     found = generated("--repetition-penalty", "1.3", PROMPT)
     assert found["tokens"] == out[0, ids.shape[1] :].tolist()
-    assert found["tokens"] != plain_tokens(PROMPT, 24)
+    assert found["tokens"] != plain_tokens(PROMPT, COUNT)
 
 
 @pytest.mark.parametrize("option", ["--presence-penalty", "--frequency-penalty"])
 def test_penalties_are_those_of_plain_decoding(option):
     found = generated(option, "1.5", "--topk", "2", "--compare", PROMPT)
     assert found["identical"] is True
-    assert found["tokens"] != plain_tokens(PROMPT, 24)
+    assert found["tokens"] != plain_tokens(PROMPT, COUNT)
     repeats = [
-        len(tokens) - len(set(tokens)) for tokens in (found["tokens"], plain_tokens(PROMPT, 24))
+        len(tokens) - len(set(tokens)) for tokens in (found["tokens"], plain_tokens(PROMPT, COUNT))
     ]
     assert repeats[0] < repeats[1]
 
@@ -52,7 +53,7 @@ def test_penalties_are_those_of_plain_decoding(option):
 def test_min_p_leaves_what_is_probable():
     """Of 1, the most probable token alone."""
     found = generated("--temperature", "2", "--min-p", "1", PROMPT)
-    assert found["tokens"] == plain_tokens(PROMPT, 24)
+    assert found["tokens"] == plain_tokens(PROMPT, COUNT)
     assert generated("--temperature", "2", PROMPT)["tokens"] != found["tokens"]
 
 
@@ -96,18 +97,18 @@ def test_a_bias_is_added_to_logits(options):
 
 def test_bad_words_are_not_in_the_text():
     words = ["self", "x"]
-    plain = decode(tokenizer(), plain_tokens(PROMPT, 24))
+    plain = decode(tokenizer(), plain_tokens(PROMPT, COUNT))
     options = [f"--bad-words={word}" for word in words]
     found = generated(*options, "--topk", "2", "--compare", PROMPT)
     assert found["identical"] is True
     spelled = [tokenizer()(space + word).input_ids for word in words for space in ("", " ")]
     for ids in spelled:
-        assert ids not in [found["tokens"][at : at + len(ids)] for at in range(24)]
+        assert ids not in [found["tokens"][at : at + len(ids)] for at in range(COUNT)]
     assert any(word in plain for word in words)
 
 
 def test_ends_wait_for_the_fewest_tokens():
-    tokens = plain_tokens(PROMPT, 24)
+    tokens = plain_tokens(PROMPT, COUNT)
     end = tokens[4]
     stop = ["--stop-token-id", str(end), "--stop-token-id", "0"]
     found = generated(*stop, PROMPT)
