@@ -135,30 +135,47 @@ def exact_path(
 
     States are ``rounded`` after every token.
     """
-    q, k, v, g, beta = (
-        getattr(tokens, name).double().cpu() for name in ("q", "k", "v", "g", "beta")
-    )
-    group, scale = v.shape[1] // k.shape[1], q.shape[2] ** -0.5
-    state, outputs = state.double().cpu().clone(), []
-    for t in range(len(v)):
-        for head in range(v.shape[1]):
-            key, query = k[t, head // group], q[t, head // group]
-            key = key / (key @ key + 1e-6).sqrt()
-            query = scale * query / (query @ query + 1e-6).sqrt()
-            s = state[head] * g[t, head].exp()
-            s = s + torch.outer(beta[t, head] * (v[t, head] - s @ key), key)
-            state[head] = s.to(rounded).double()
-            outputs.append(s @ query)
-    return torch.stack(outputs).view(v.shape), state
+    text, state, states = by_token(tokens), state.double().cpu(), []
+    for _, *token in text:
+        states.append(went_on(state, *token))
+        state = states[-1].to(rounded).double()
+    return read(states, text), state
 
 
 def exact_tree(tokens: Tokens, state: Tensor, parents: Sequence[int]) -> Tensor:
     """Return outputs ``[n, HV, V]``, of each node by the recurrence along its own path."""
-    found, states = [], {-1: state}
+    text, states = by_token(tokens), {-1: state.double().cpu()}
     for node, parent in enumerate(parents):
-        out, states[node] = exact_path(at(tokens, [node]), states[parent])
-        found.append(out[0])
-    return torch.stack(found)
+        _, *token = text[node]
+        states[node] = went_on(states[parent], *token)
+    return read([states[node] for node in range(len(parents))], text)
+
+
+def by_token(tokens: Tokens) -> list[tuple[Tensor, ...]]:
+    """Return tokens one by one: by value head, q, k, v, what a state keeps, and beta."""
+    q, k, v, g, beta = (
+        getattr(tokens, name).double().cpu() for name in ("q", "k", "v", "g", "beta")
+    )
+    q, k = (
+        (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(
+            v.shape[1] // k.shape[1], 1
+        )
+        for one in (q, k)
+    )
+    columns = (k[:, :, None], v[..., None], g.exp()[..., None, None], beta[..., None, None])
+    return [*zip(q * q.shape[2] ** -0.5, *columns, strict=True)]
+
+
+def went_on(state: Tensor, key: Tensor, value: Tensor, kept: Tensor, beta: Tensor) -> Tensor:
+    """Return the states ``[HV, V, K]`` of all heads after another token."""
+    state = state * kept
+    return state + beta * (value - (state * key).sum(-1, keepdim=True)) * key
+
+
+def read(states: Sequence[Tensor], text: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """Return what the tokens' queries read of the states after them."""
+    queries = torch.stack([query for query, *_ in text])
+    return torch.einsum("thvk,thk->thv", torch.stack([*states]), queries)
 
 
 def apart(found: Tensor, expected: Tensor) -> float:

@@ -35,7 +35,7 @@ LAYERS, NODES = 2, 8
 # most nodes of a path
 MOST = 4
 # by implementation: the interpreter takes its time
-STEPS = {"naive": 100, "triton": 10_000 if CUDA else 12}
+STEPS = {"naive": 100, "triton": 10_000 if CUDA else 8}
 # steps of different inputs, and of different trees: all pairs of them come
 INPUTS, TREES = 31, 17
 # what trees, tokens one by one, and padding write
