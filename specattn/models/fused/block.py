@@ -224,31 +224,21 @@ class Block:
             for name, weight in norms.items()
             if name.endswith("norm.weight")
         }
-        post_norm = norms["post_attention_layernorm"]
-        added: tuple[Tensor | None, Tensor | None] = (None, None)
-        if family.norms == "sandwich":
-            added = post_norm, norms["post_feedforward_layernorm"]
-            post_norm = norms["pre_feedforward_layernorm"]
-        head_norms = columns = None
-        if "self_attn.q_norm" in norms:
-            head_norms = norms["self_attn.q_norm"], norms["self_attn.k_norm"]
+        found = norms_of(norms, family)
+        columns = None
         if family.gated:
-            order = rotated_order(geometry.head_dim, rotary.still).to(post_norm.device)
+            order = rotated_order(geometry.head_dim, rotary.still).to(found["post_norm"].device)
             columns = _gated_columns(geometry, order)
-            if head_norms is not None:
-                head_norms = head_norms[0][order], head_norms[1][order]
+            if found["head_norms"] is not None:
+                found["head_norms"] = tuple(one[order] for one in found["head_norms"])
         return cls(
             geometry=geometry,
             rotary=rotary,
-            head_norms=head_norms,
             eps=config.rms_norm_eps,
-            # EAGLE's first layer has none
-            input_norm=norms.get("input_layernorm", post_norm),
-            post_norm=post_norm,
+            **found,
             qkv=Projection.stacked([projections[name] for name in HEADS]),
             o=projections["self_attn.o_proj"],
             feed=feed,
-            added_norms=added,
             columns=columns,
         )
 
@@ -359,6 +349,33 @@ class Block:
         turn = self.rotation
         qk_norm_rope_store_kv(parts, positions, turn, q, k, v, None)
         return q, k, v
+
+
+def norms_of(norms: Mapping[str, Tensor], family: Family) -> dict[str, Any]:
+    """Return the norms of a `Block`, by its parameters.
+
+    Parameters
+    ----------
+    norms : mapping of str to Tensor
+        ``[H]`` or ``[D]`` each: what a layer's norms multiply by, under transformers' names.
+    family : Family
+        What the layer is of.
+    """
+    post_norm = norms["post_attention_layernorm"]
+    added: tuple[Tensor | None, Tensor | None] = (None, None)
+    if family.norms == "sandwich":
+        added = post_norm, norms["post_feedforward_layernorm"]
+        post_norm = norms["pre_feedforward_layernorm"]
+    head_norms = None
+    if "self_attn.q_norm" in norms:
+        head_norms = norms["self_attn.q_norm"], norms["self_attn.k_norm"]
+    return {
+        "head_norms": head_norms,
+        # EAGLE's first layer has none
+        "input_norm": norms.get("input_layernorm", post_norm),
+        "post_norm": post_norm,
+        "added_norms": added,
+    }
 
 
 def rotated_order(size: int, still: int) -> Tensor:
