@@ -71,6 +71,8 @@ class LayerBackend(AttentionBackend):
             k = k_rope = v = None
         elif self._latent:
             v = None
+        if q.dim() == 4:
+            q = q[0]
         count, rows = forward.num_tokens, q.shape[0]
         out = None
         if rows > count:

@@ -21,6 +21,8 @@ from specattn.models.head_settings import check_settings, read_logit_scale
 if TYPE_CHECKING:
     from specattn.speculative.proposers.block import BlockShape
 
+#: What has SGLang's models give states, by the layers that these leave; the first that one has.
+CAPTURES = ("set_dflash_layers_to_capture", "set_eagle3_layers_to_capture")
 #: More tokens than any embedding has.
 _ANY_VOCABULARY = 2**31
 
@@ -121,11 +123,12 @@ class BlockHead:
         UnsupportedError
             If SGLang's model gives none.
         """
-        if not hasattr(target.model, "set_dflash_layers_to_capture"):
-            reason = f"target: {type(target.model).__name__} has no set_dflash_layers_to_capture"
+        model = target.model
+        capture = next((getattr(model, name) for name in CAPTURES if hasattr(model, name)), None)
+        if capture is None:
+            reason = f"target: {type(model).__name__} has no {' or '.join(CAPTURES)}"
             raise UnsupportedError(f"SGLang algorithm {ALGORITHM!r}", [reason])
-        # it counts states that leave a layer
-        target.model.set_dflash_layers_to_capture([at - 1 for at in self.features])
+        capture([at - 1 for at in self.features])
 
 
 def _read(checkpoint: Checkpoint, vocab_size: int) -> tuple[BlockShape, tuple[int, ...]]:

@@ -7,20 +7,22 @@ several ranks each has its own heads and columns, and sums and gathers by SGLang
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from specattn.errors import UnsupportedError
 from specattn.integrations.sglang.readers import projection_of
 from specattn.models import DFlashHead, Eagle3Head, FusedTarget
-from specattn.models.fused.block import Block, Feed, GatedFeed, RotaryTable
-from specattn.models.fused.family import FAMILIES, Family
+from specattn.models.fused.block import Block, Feed, GatedFeed, RotaryTable, norms_of
+from specattn.models.fused.family import FAMILIES, Family, activation_of
 from specattn.models.fused.projection import Projection
 from specattn.models.fused.readers import UnreadError
 from specattn.models.fused.scaled import quantise
+from specattn.models.hf import rescaling_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,11 +38,16 @@ TARGETS = {
     "qwen2.Qwen2ForCausalLM": FAMILIES["qwen2"],
     "qwen3.Qwen3ForCausalLM": FAMILIES["qwen3"],
     "qwen3_moe.Qwen3MoeForCausalLM": FAMILIES["qwen3_moe"],
+    "gemma3_causal.Gemma3ForCausalLM": FAMILIES["gemma3_text"],
 }
 HEADS = {"llama_eagle3.LlamaForCausalLMEagle3": FAMILIES["llama"]}
 BLOCK_HEADS = {"dflash.DFlashDraftModel": FAMILIES["qwen3"]}
 #: Feed-forward parts that run as they are; they add up over ranks by themselves.
 EXPERTS = ("Qwen3MoeSparseMoeBlock",)
+#: Embeddings and output projections of which every rank has the whole.
+WHOLE = ("Gemma3TextScaledWordEmbedding",)
+#: The rotation that a Gemma 3 computes for its layers of a kind.
+COMPUTED = "Gemma3RotaryEmbedding"
 #: Rotations whose angles depend on the position alone.
 ROTATIONS = (
     "RotaryEmbedding",
@@ -81,6 +88,36 @@ class SGLangAngles(RotaryTable):
         return self
 
 
+@dataclass(frozen=True, eq=False)
+class Norms:
+    """What the norms of a family multiply by: SGLang's weights, or sums of them."""
+
+    family: Family
+    sums: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def of(self, norm: Any) -> Tensor:
+        """Return what a norm of SGLang's multiplies by."""
+        weight: Tensor = norm.weight.detach()
+        found = self.family.norm(weight)
+        if found is not weight:
+            self.sums.append((found, weight))
+        return found
+
+    def follow(self, model: Any) -> None:
+        """Have sums follow the weights that SGLang loads later."""
+        load = model.load_weights
+
+        def load_weights(*args: Any, **options: Any) -> Any:
+            loaded = load(*args, **options)
+            with torch.no_grad():
+                for found, weight in self.sums:
+                    found.copy_(self.family.norm(weight))
+            return loaded
+
+        if self.sums:
+            model.load_weights = load_weights
+
+
 def fused_target(
     model: Any,
     layers: Sequence[AttnConfig],
@@ -110,18 +147,19 @@ def fused_target(
         With all that the fused path does not compute.
     """
     _refuse(model, TARGETS, layers)
-    inner = model.model
+    inner, norms = model.model, Norms(TARGETS[_kind(model)])
     captured = sorted(set(inner.layers_to_capture)) if model.capture_aux_hidden_states else []
     target = FusedTarget(
         embed_tokens=_embedding(inner.embed_tokens),
         lm_head=_vocabulary(model),
-        blocks=_blocks(inner.layers, layers),
-        norm=inner.norm.weight,
+        blocks=_blocks(model, layers, norms),
+        norm=norms.of(inner.norm),
         max_context_len=max_context_len,
         eos_token_ids=eos_token_ids,
         features=tuple(captured) or (len(layers),),
     )
     target.lm_head.prepare()
+    norms.follow(model)
     return target
 
 
@@ -162,7 +200,7 @@ def fused_head(
     head = Eagle3Head(
         embed_tokens=_embedding(inner.embed_tokens),
         lm_head=_vocabulary(model),
-        blocks=_blocks(inner.layers, layers),
+        blocks=_blocks(model, layers, Norms(HEADS[_kind(model)])),
         fc=Projection(inner.fc.weight, inner.fc.bias) if mixes else None,
         # its target says which hidden states these are
         features=(),
@@ -204,11 +242,11 @@ def fused_block_head(
         With all that the fused path does not compute.
     """
     embed_tokens = target.get_input_embeddings()
-    found = list(_kind_reasons(model, BLOCK_HEADS))
+    found, family = list(_kind_reasons(model, BLOCK_HEADS)), FAMILIES["qwen3"]
     if not found:
         for part, geometry in zip(model.layers, layers, strict=True):
-            found += _layer_reasons(part, geometry, model.config)
-            found += _feed_reasons(part.mlp, FAMILIES["qwen3"], model.config)
+            found += _layer_reasons(part, geometry, model, family)
+            found += _feed_reasons(part.mlp, family, model.config)
         found += _end_reasons(embed_tokens, target.lm_head)
         for name in ("hidden_norm", "norm"):
             found += _odd(name, getattr(model, name), "RMSNorm")
@@ -219,7 +257,7 @@ def fused_block_head(
     head = DFlashHead(
         embed_tokens=_embedding(embed_tokens),
         lm_head=_vocabulary(target),
-        blocks=_blocks(model.layers, layers),
+        blocks=_blocks(model, layers, Norms(family)),
         fc=fc,
         # its target says which hidden states these are
         features=(),
@@ -252,38 +290,69 @@ def _quantised(head: Eagle3Head, kind: str, *, shared: bool) -> Eagle3Head:
     return replace(head, blocks=(block,), fc=fc, lm_head=lm_head)
 
 
-def _blocks(modules: Sequence[Any], layers: Sequence[AttnConfig]) -> tuple[Block, ...]:
-    """Return the weights of decoder layers, none of them copied."""
-    tables: dict[int, SGLangAngles] = {}
+def _blocks(model: Any, layers: Sequence[AttnConfig], norms: Norms) -> tuple[Block, ...]:
+    """Return the weights of decoder layers; of no projection a copy."""
+    tables: dict[int, RotaryTable] = {}
     found = []
-    for part, geometry in zip(modules, layers, strict=True):
-        attention, rotary = part.self_attn, part.self_attn.rotary_emb
-        norms = None
-        if hasattr(attention, "q_norm"):
-            norms = attention.q_norm.weight, attention.k_norm.weight
-        table = SGLangAngles(rotary, len(rotary.cos_sin_cache))
+    for part, geometry in zip(_inner(model).layers, layers, strict=True):
+        attention, rotary = part.self_attn, _rotary(model, part)
         block = Block(
             geometry=geometry,
             # layers share a module, and so what is made of its table
-            rotary=tables.setdefault(id(rotary), table),
-            head_norms=norms,
-            eps=part.input_layernorm.variance_epsilon,
-            input_norm=part.input_layernorm.weight,
-            post_norm=part.post_attention_layernorm.weight,
+            rotary=tables.setdefault(id(rotary), _table(rotary)),
+            eps=getattr(part.input_layernorm, _norm_class(norms.family)[1]),
             qkv=projection_of(attention.qkv_proj),
             o=_summed(attention.o_proj),
-            feed=_feed(part.mlp),
+            feed=_feed(part.mlp, model.config),
+            **norms_of({name: norms.of(one) for name, one in _norms(part)}, norms.family),
         )
         block.prepare()
         found.append(block)
     return tuple(found)
 
 
-def _feed(mlp: Any) -> Feed:
+def _inner(model: Any) -> Any:
+    """Return what has the layers of a model."""
+    return getattr(model, "model", model)
+
+
+def _rotary(model: Any, part: Any) -> Any:
+    """Return the module that rotates a layer's heads."""
+    inner = _inner(model)
+    # besides these, a Gemma 3's layers have modules that know no scaling
+    if hasattr(inner, "rotary_emb_local"):
+        return inner.rotary_emb_local if part.is_sliding else inner.rotary_emb
+    return part.self_attn.rotary_emb
+
+
+def _table(rotary: Any) -> RotaryTable:
+    """Return a module's angles."""
+    if type(rotary).__name__ == COMPUTED:
+        return RotaryTable(rotary, rotary.max_seq_len_cached)
+    return SGLangAngles(rotary, len(rotary.cos_sin_cache))
+
+
+def _norms(part: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the norms of a layer, by name."""
+    yield from ((name, one) for name, one in part.named_modules() if name.endswith("norm"))
+
+
+def _norm_class(family: Family) -> tuple[str, str]:
+    """Return SGLang's class of a family's norms, and its name of their epsilon."""
+    if family.norm_offset:
+        return "Gemma3RMSNorm", "eps"
+    return "RMSNorm", "variance_epsilon"
+
+
+def _feed(mlp: Any, config: Any) -> Feed:
     """Return a layer's feed-forward part."""
     if type(mlp).__name__ in EXPERTS:
         return Experts(mlp)
-    return GatedFeed(gate_up=projection_of(mlp.gate_up_proj), down=_summed(mlp.down_proj))
+    return GatedFeed(
+        gate_up=projection_of(mlp.gate_up_proj),
+        down=_summed(mlp.down_proj),
+        activation=activation_of(config),
+    )
 
 
 def _summed(module: Any) -> Projection:
@@ -308,8 +377,11 @@ def _ranks() -> int:
 
 
 def _embedding(module: Any) -> Any:
-    """Return an embedding without rows that pad it; ranks call SGLang's."""
-    if _ranks() > 1:
+    """Return an embedding without rows that pad it.
+
+    One that scales, and those of ranks, are SGLang's.
+    """
+    if _ranks() > 1 or type(module).__name__ in WHOLE:
         return module
     return nn.Embedding.from_pretrained(module.weight[: module.num_embeddings])
 
@@ -319,7 +391,7 @@ def _vocabulary(model: Any) -> Projection:
     from sglang.srt.distributed import tensor_model_parallel_all_gather
 
     whole, size = projection_of(model.lm_head), model.logits_processor.vocab_size
-    if _ranks() > 1:
+    if _ranks() > 1 and type(model.lm_head).__name__ not in WHOLE:
         return replace(whole, combine=tensor_model_parallel_all_gather, size=size)
     return whole.rows(0, size)
 
@@ -328,10 +400,11 @@ def _refuse(model: Any, known: Mapping[str, Family], layers: Sequence[AttnConfig
     """Raise an UnsupportedError for a model that the kernels do not compute."""
     found = list(_kind_reasons(model, known))
     if not found:
-        found = list(_model_reasons(model, len(layers)))
+        family = known[_kind(model)]
+        found = list(_model_reasons(model, len(layers), family))
         for part, geometry in zip(model.model.layers, layers, strict=False):
-            found += _layer_reasons(part, geometry, model.config)
-            found += _feed_reasons(part.mlp, known[_kind(model)], model.config)
+            found += _layer_reasons(part, geometry, model, family)
+            found += _feed_reasons(part.mlp, family, model.config)
     if found:
         raise UnsupportedError("fused forwards over SGLang's weights", list(dict.fromkeys(found)))
 
@@ -349,6 +422,11 @@ def _kind_reasons(model: Any, known: Mapping[str, Family]) -> Iterator[str]:
 
 def _end_reasons(embed_tokens: Any, lm_head: Any) -> Iterator[str]:
     """Say what embedding and output projection compute besides the kernels."""
+    if type(embed_tokens).__name__ in WHOLE:
+        # whose own output projection SGLang neither loads nor calls
+        if lm_head is not embed_tokens:
+            yield "lm_head is not the embedding"
+        return
     yield from _odd("embed_tokens", embed_tokens, "VocabParallelEmbedding")
     yield from _odd("lm_head", lm_head, "ParallelLMHead", "VocabParallelEmbedding")
     if getattr(lm_head, "bias", None) is not None:
@@ -367,11 +445,11 @@ def _block_reasons(
         yield f"SGLang's layers have windows {windows}, and config.json means {settings.windows}"
 
 
-def _model_reasons(model: Any, count: int) -> Iterator[str]:
+def _model_reasons(model: Any, count: int, family: Family) -> Iterator[str]:
     """Say what a model computes outside its layers besides the kernels."""
     inner, logits = model.model, model.logits_processor
     yield from _end_reasons(inner.embed_tokens, model.lm_head)
-    yield from _odd("norm", inner.norm, "RMSNorm")
+    yield from _odd("norm", inner.norm, _norm_class(family)[0])
     if len(inner.layers) != count or (hasattr(inner, "fc") and count != 1):
         yield f"the model has {len(inner.layers)} layers, of which {count} attend"
     if not hasattr(inner, "fc") and any(not 0 <= at < count for at in inner.layers_to_capture):
@@ -384,21 +462,31 @@ def _model_reasons(model: Any, count: int) -> Iterator[str]:
         yield "embeddings are scaled (scale_emb)"
 
 
-def _layer_reasons(part: Any, geometry: AttnConfig, config: Any) -> Iterator[str]:
+def _layer_reasons(part: Any, geometry: AttnConfig, model: Any, family: Family) -> Iterator[str]:
     """Say what a layer computes that the kernels do not."""
-    attention, rotary = part.self_attn, part.self_attn.rotary_emb
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        yield from _odd(name, getattr(part, name), "RMSNorm")
-    for name in ("q_norm", "k_norm"):
-        if hasattr(attention, name):
-            yield from _odd(name, getattr(attention, name), "RMSNorm")
+    attention = part.self_attn
+    for name, norm in _norms(part):
+        yield from _odd(name.rpartition(".")[2], norm, _norm_class(family)[0])
     yield from _odd("qkv_proj", attention.qkv_proj, "QKVParallelLinear")
     yield from _odd("o_proj", attention.o_proj, "RowParallelLinear")
-    yield from _odd("rotary_emb", rotary, *ROTATIONS)
-    if not rotary.is_neox_style or rotary.rotary_dim != geometry.head_dim:
-        yield "the rotation is not that of two halves of a head"
-    if geometry.num_qo_heads * _ranks() != config.num_attention_heads:
+    yield from _rotation_reasons(_rotary(model, part), geometry)
+    if geometry.num_qo_heads * _ranks() != model.config.num_attention_heads:
         yield "heads are not this rank's share of the model's"
+
+
+def _rotation_reasons(rotary: Any, geometry: AttnConfig) -> Iterator[str]:
+    """Say how a rotation differs from that of two halves of a head by position."""
+    halves = True
+    if type(rotary).__name__ == COMPUTED:
+        _, kind = rescaling_length(rotary.config)
+        if kind:
+            yield f"rotary_emb rotates by length ({kind})"
+        turned = 2 * len(rotary.inv_freq)
+    else:
+        yield from _odd("rotary_emb", rotary, *ROTATIONS)
+        halves, turned = rotary.is_neox_style, rotary.rotary_dim
+    if not halves or turned != geometry.head_dim:
+        yield "the rotation is not that of two halves of a head"
 
 
 def _feed_reasons(mlp: Any, family: Family, config: Any) -> Iterator[str]:

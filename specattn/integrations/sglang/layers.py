@@ -36,6 +36,8 @@ PAGE_SIZES = (1, 16, 32, 64, 128)
 #: Layers whose tokens see what comes before; and, of a DFlash head's block, what follows.
 KINDS = (AttentionType.DECODER,)
 BLOCK_KINDS = (*KINDS, AttentionType.ENCODER_ONLY)
+#: Models of texts whose layers are causal, whatever SGLang's kind of them allows.
+CAUSAL = ("Gemma3ForCausalLM",)
 ALGORITHMS = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM, EAGLE, DFLASH)
 
 
@@ -54,6 +56,7 @@ def refusals(
         What its layers may be.
     """
     args, found = runner.server_args, []
+    kinds = (*kinds, *_own_kinds(runner))
     for pool in pools_of(runner):
         if type(pool).__name__ not in pools:
             found.append(f"KV pool {type(pool).__name__} (served: {', '.join(pools)})")
@@ -71,6 +74,18 @@ def refusals(
     for layer in attention_layers(runner):
         found += layer_refusals(layer, kinds)
     return list(dict.fromkeys(found))
+
+
+def _own_kinds(runner: Any) -> tuple[AttentionType, ...]:
+    """Return further kinds whose tokens see what comes before, by model.
+
+    SGLang 0.5.15 says of every Gemma 3 that it may see ahead.
+    """
+    model = getattr(runner, "model", None)
+    config = getattr(model, "config", None)
+    if type(model).__name__ not in CAUSAL or getattr(config, "use_bidirectional_attention", False):
+        return ()
+    return (AttentionType.DECODER_BIDIRECTIONAL,)
 
 
 def pools_of(runner: Any) -> tuple[Any, ...]:
@@ -246,6 +261,7 @@ class Layers:
         _refuse(refusals(runner))
         self._table = runner.req_to_token_pool.req_to_token
         self._known = attention_layers(runner)
+        self._kinds = (*KINDS, *_own_kinds(runner))
         self._window = _window_pool(runner, self._known)
         self.resize(len(self._table))
 
@@ -265,7 +281,7 @@ class Layers:
         return self._layers[layer.layer_id]
 
     def _made(self, layer: Any) -> Layer:
-        _refuse(layer_refusals(layer))
+        _refuse(layer_refusals(layer, self._kinds))
         pool = self._runner.token_to_kv_pool
         windowed = self._window is not None and pool.layers_mapping[layer.layer_id][1]
         return self.attention.layer(*cached(self._runner, layer), windowed=windowed)

@@ -29,7 +29,7 @@ from specattn.integrations.sglang.layers import (
     layer_config,
     model_layers,
 )
-from specattn.integrations.sglang.names import ALGORITHM
+from specattn.integrations.sglang.names import ALGORITHM, OLD, release
 from specattn.kernels.gated_delta import LayerParts, LayerWeights
 from specattn.speculative.model import DraftOutput, TargetOutput
 
@@ -223,6 +223,25 @@ class SGLangDraft(SGLangModel):
     def to_target(self, token_ids: Tensor) -> Tensor:
         """Map draft token ids to target token ids."""
         return token_ids if self.target_ids is None else self.target_ids[token_ids]
+
+
+def join_states(model: Any) -> None:
+    """Have SGLang 0.5.23 capture whole states of a Gemma 3.
+
+    Its layers leave a state as two parts, of which SGLang captures the first.
+    """
+    if release() == OLD or type(model).__name__ != "Gemma3ForCausalLM":
+        return
+    inner = model.model
+
+    def joined(layer: Any, _: Any, parts: tuple[Tensor, Tensor]) -> tuple[Tensor, None] | None:
+        return (
+            (parts[0] + parts[1], None) if layer.layer_id + 1 in inner.layers_to_capture else None
+        )
+
+    # the last one's state is normed
+    for layer in inner.layers[:-1]:
+        layer.register_forward_hook(joined)
 
 
 def step_models(

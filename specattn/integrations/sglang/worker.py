@@ -12,6 +12,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
 from specattn.integrations.sglang.algorithm import larger_trees
 from specattn.integrations.sglang.blocks import BlockHead
+from specattn.integrations.sglang.modules import join_states
 from specattn.integrations.sglang.requests import refuse, sampling_of, shorten, their_first
 from specattn.integrations.sglang.steps import Steps
 from specattn.speculative.prompts.prefill import first_tokens
@@ -67,6 +68,7 @@ class SpecAttnWorker(EAGLEWorkerV2):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         runner = self.target_worker.model_runner
+        join_states(runner.model)
         # no verify forward of SGLang's is replayed; its warm-up is another runner's
         runner.init_cuda_graphs = partial(_without_decode_graphs, runner.init_cuda_graphs)
         runner.sample = partial(self._sample, runner.sample)

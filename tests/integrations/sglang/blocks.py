@@ -31,6 +31,20 @@ SIZES = {
 }
 #: What a target of experts has besides, in every layer.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+#: What a Gemma 3 has: windows that most prompts are longer than, and rotations of two bases.
+GEMMA3: dict[str, Any] = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 200,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
+OF_TARGETS = {"qwen3_moe": EXPERTS, "gemma3_text": GEMMA3}
 #: Without token 0, which transformers takes for padding.
 LONG = [1 + (3 * at * at + at) % 11 for at in range(44)]
 #: The third comes in two pieces.
@@ -81,6 +95,10 @@ SETTINGS = {
     "ranks": Setting((4, 6, 12), {"tp_size": 2}, head={"logit_scale": 0.3}),
     # fused around SGLang's module of the experts
     "experts": Setting((4, 6, 12), target="qwen3_moe", head={"logit_scale": 0.3}),
+    "gemma tree": Setting((4, 6, 12), target="gemma3_text"),
+    "gemma chain": Setting(
+        None, {"attention_backend": "specattn", "page_size": 16}, target="gemma3_text"
+    ),
 }
 
 
@@ -89,9 +107,11 @@ def write(setting: Setting, folder: Path, head: Path) -> Any:
     import torch
     from transformers import AutoConfig, Qwen3Config
 
-    sizes = SIZES | ENDS | (EXPERTS if setting.target == "qwen3_moe" else {})
+    sizes = SIZES | ENDS | OF_TARGETS.get(setting.target, {})
     kind = AutoConfig.for_model(setting.target, **sizes, num_hidden_layers=LAYERS)
     model = random_model(kind)
+    if setting.target == "gemma3_text":
+        vary(model)
     model.save_pretrained(folder)
     config = Qwen3Config(**SIZES, **ENDS, num_hidden_layers=2)
     layers = random_model(config).model
@@ -111,6 +131,17 @@ def write(setting: Setting, folder: Path, head: Path) -> Any:
     }
     store(head, weights, config.to_dict() | named | setting.head)
     return model
+
+
+def vary(model: Any) -> None:
+    """Have a random Gemma 3's norms differ, and its texts be a matter of more than one token."""
+    import torch
+
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(0.006)
+        for name, one in model.named_parameters():
+            if name.endswith("norm.weight"):
+                one.normal_(std=0.2)
 
 
 def options(setting: Setting, folder: str, head: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ CLASSES = {
     "qwen2": "qwen2.Qwen2ForCausalLM",
     "qwen3": "qwen3.Qwen3ForCausalLM",
     "qwen3_moe": "qwen3_moe.Qwen3MoeForCausalLM",
+    "gemma3_text": "gemma3_causal.Gemma3ForCausalLM",
     "eagle3": "llama_eagle3.LlamaForCausalLMEagle3",
     "dflash": "dflash.DFlashDraftModel",
 }
@@ -99,7 +100,15 @@ def geometry(model: Any, dtype: torch.dtype) -> tuple[AttnConfig, ...]:
     """Return the attention geometry of every layer."""
     found = (layer.self_attn.attn for layer in getattr(model, "model", model).layers)
     return tuple(
-        AttnConfig(one.tp_q_head_num, one.tp_k_head_num, one.head_dim, dtype=dtype) for one in found
+        AttnConfig(
+            one.tp_q_head_num,
+            one.tp_k_head_num,
+            one.head_dim,
+            dtype=dtype,
+            sm_scale=one.scaling,
+            window_left=one.sliding_window_size,
+        )
+        for one in found
     )
 
 
@@ -114,7 +123,11 @@ class Dense(AttentionBackend):
 
     def forward(self, q: Any, k: Any, v: Any, layer: Any, *_: Any, **options: Any) -> torch.Tensor:
         config = self.attend.layers[layer.layer_id]
-        heads = (x.reshape(len(x), -1, config.head_dim).contiguous() for x in (q, k, v))
+        counts = config.num_qo_heads, config.num_kv_heads, config.num_kv_heads
+        heads = (
+            x.reshape(-1, count, config.head_dim).contiguous()
+            for x, count in zip((q, k, v), counts, strict=True)
+        )
         return self.attend(layer.layer_id, *heads).flatten(1)
 
 

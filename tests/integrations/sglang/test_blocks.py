@@ -90,7 +90,7 @@ def test_verify_counts_are_those_of_this_librarys_engine(name: str, part: str) -
     counts = [one["verified"] for one in found]
     assert counts == [one.steps for one in own(name)[part]]
     # drafts are kept
-    assert sum(counts) < (NEW - 1) * len(counts) - 8
+    assert sum(counts) < (NEW - 1) * len(counts) - 4
     assert part == "first" or min(one["cached"] for one in found[:3]) >= 32
 
 

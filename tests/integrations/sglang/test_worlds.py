@@ -16,6 +16,7 @@ if INSTALLED:
     from specattn.attention import BoundLayers, BoundMultiStep, Layer
     from specattn.errors import UnsupportedError
     from specattn.integrations.sglang import backend
+    from specattn.integrations.sglang.layers import AttentionType, refusals
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("active")]
 
@@ -48,6 +49,13 @@ def test_a_float8_pool():
     worlds.check_float8()
 
 
+OPTIONS = {
+    "speculative_algorithm": None,
+    "enable_multi_layer_eagle": False,
+    "enable_deterministic_inference": False,
+}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -61,13 +69,8 @@ def test_a_float8_pool():
 )
 def test_what_is_refused_at_start(change, named):
     runner = worlds.fixture(worlds.ForwardMode.DECODE, (3,), 1, 1).runner
-    options = {
-        "speculative_algorithm": None,
-        "enable_multi_layer_eagle": False,
-        "enable_deterministic_inference": False,
-    }
     runner.server_args = SimpleNamespace(
-        **{name: change.get(name, options[name]) for name in options}
+        **{name: change.get(name, OPTIONS[name]) for name in OPTIONS}
     )
     if "model" in change:
         runner.model = torch.nn.Module()
@@ -77,6 +80,27 @@ def test_what_is_refused_at_start(change, named):
     with pytest.raises(UnsupportedError, match=named) as error:
         backend.SpecAttnBackend(runner)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "ahead", "reasons"),
+    [
+        ("Gemma3ForCausalLM", False, 0),
+        ("Gemma3ForCausalLM", True, 1),
+        ("HrmTextForCausalLM", False, 1),
+    ],
+)
+def test_layers_that_may_see_ahead_are_refused_but_those_of_texts(name, ahead, reasons):
+    world = worlds.fixture(worlds.ForwardMode.DECODE, (3,), 1, 1)
+    runner, layer = world.runner, world.actual_module.attn
+    layer.attn_type = AttentionType.DECODER_BIDIRECTIONAL
+    runner.server_args = SimpleNamespace(**OPTIONS)
+    runner.model = type(name, (torch.nn.Module,), {})()
+    runner.model.config = SimpleNamespace(use_bidirectional_attention=ahead)
+    runner.model.attn = layer
+    found = refusals(runner)
+    assert len(found) == reasons, found
+    assert all("DECODER_BIDIRECTIONAL" in one for one in found)
 
 
 def test_a_head_that_no_kernel_serves_is_refused(monkeypatch):
