@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,8 @@ def run(name: str) -> SimpleNamespace:
     room = Path(tempfile.mkdtemp())
     folder, head = room / "target", room / "head"
     model = write(SETTINGS[name], folder, head)
-    found = result("blocks", name, str(folder), str(head))
+    found = result("blocks", name, str(folder), str(head), SPECATTN_COUNTS=str(room / "counts"))
+    found["counts"] = json.loads((room / "counts").read_text())
     return SimpleNamespace(**found, model=model, folder=folder, head=head)
 
 
@@ -99,3 +101,9 @@ def test_drawn_texts_are_those_of_this_librarys_engine(name: str) -> None:
     texts = tokens(run(name).drawn)
     assert texts == [one.tokens for one in own(name)["drawn"]]
     assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_targets_are_fused_beside_their_heads(name: str) -> None:
+    fused = 2 if SETTINGS[name].fused == "1" else 1
+    assert run(name).counts["fused models"] == fused
