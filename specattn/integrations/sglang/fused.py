@@ -1,8 +1,9 @@
 """Fused forwards over the weights of SGLang's modules.
 
-Nothing is copied. SGLang keeps queries, keys and values in one matrix, gates and what they gate in
-another, and the cosines and sines of every position in a table, all in the kernels' order. Of
-several ranks each has its own heads and columns, and sums and gathers by SGLang's collectives.
+Nothing is copied, but sums that norms multiply by. SGLang keeps queries, keys and values in one
+matrix, gates and what they gate in another, and the cosines and sines of every position in a table,
+all in the kernels' order. Of several ranks each has its own heads and columns, and sums and gathers
+by SGLang's collectives.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from specattn.errors import UnsupportedError
@@ -90,7 +90,7 @@ class SGLangAngles(RotaryTable):
 
 @dataclass(frozen=True, eq=False)
 class Norms:
-    """What the norms of a family multiply by: SGLang's weights, or sums of them."""
+    """What norms multiply by: SGLang's weights, or sums of them."""
 
     family: Family
     sums: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -109,9 +109,8 @@ class Norms:
 
         def load_weights(*args: Any, **options: Any) -> Any:
             loaded = load(*args, **options)
-            with torch.no_grad():
-                for found, weight in self.sums:
-                    found.copy_(self.family.norm(weight))
+            for found, weight in self.sums:
+                found.copy_(self.family.norm(weight))
             return loaded
 
         if self.sums:
@@ -338,7 +337,7 @@ def _norms(part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _norm_class(family: Family) -> tuple[str, str]:
-    """Return SGLang's class of a family's norms, and its name of their epsilon."""
+    """Return SGLang's class of norms, and its name of their epsilon."""
     if family.norm_offset:
         return "Gemma3RMSNorm", "eps"
     return "RMSNorm", "variance_epsilon"
@@ -475,7 +474,7 @@ def _layer_reasons(part: Any, geometry: AttnConfig, model: Any, family: Family) 
 
 
 def _rotation_reasons(rotary: Any, geometry: AttnConfig) -> Iterator[str]:
-    """Say how a rotation differs from that of two halves of a head by position."""
+    """Say where a rotation is not that of a head's halves."""
     halves = True
     if type(rotary).__name__ == COMPUTED:
         _, kind = rescaling_length(rotary.config)
