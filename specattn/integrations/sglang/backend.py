@@ -72,6 +72,7 @@ class LayerBackend(AttentionBackend):
         elif self._latent:
             v = None
         if q.dim() == 4:
+            # SGLang 0.5.15's Gemma 3 gives tokens of one batch
             q = q[0]
         count, rows = forward.num_tokens, q.shape[0]
         out = None
