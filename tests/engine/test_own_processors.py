@@ -20,7 +20,6 @@ from specattn.speculative.sampling.params import SamplingParams
 from specattn.speculative.sampling.processors import ProcessorStates
 from specattn.speculative.step.level import Level
 from tests import processors as built_in
-from tests.engine.test_processor_distributions import p_value
 from tests.own_processors import Budget, ForgetsThePath, LastPenalty, NoNgram, own, processed
 from tests.processors import dense_logits
 from tests.processors import three_tokens as distribution_of
@@ -243,13 +242,11 @@ STRONG = partial(SamplingParams, 1.5, 3)
 
 
 def drawn_p(models, params, processors) -> float:
-    make = partial(Engine, processors=processors)
     wanted = distribution_of(
         lambda out: scores(models[0], three_tokens.PROMPT, out, params), params
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.engine.test_processor_distributions.Engine", make)
-        return p_value(models, "tree", wanted, params)
+    run = Engine(*models, three_tokens.SETTINGS["tree"], buckets=[250], processors=processors)
+    return three_tokens.drawn_p_value(run, wanted, params=params)
 
 
 def test_three_tokens_have_the_distribution_of_plain_decoding():
