@@ -56,13 +56,9 @@ REASONS: dict[str, str] = {
     ),
 }
 REASONS |= {
-    "tests/engine/test_soak.py::test_chunks_and_steps_neither_wait_nor_allocate": (
-        "it counted bytes that tests before it had left to the garbage collector; it collects them "
-        "first since, which has not run on a GPU"
-    ),
-    "tests/kernels/gated_delta/test_long_texts.py::test_the_state_after_any_commit_is_that_of_decoding": (  # noqa: E501
-        "states have the bits of decoding; where gates forget nothing, roundings of 10,000 steps "
-        "add up to 3.1e-5, and the test allowed 2e-5"
+    "tests/engine/test_own_processors.py::test_three_tokens_have_the_distribution_of_plain_decoding": (  # noqa: E501
+        "the test called a helper of the tests with arguments that had changed; it passes on a CPU "
+        "since"
     ),
 }
 _LEFT_OUT = (
@@ -87,7 +83,9 @@ REASONS |= {
 COLUMNS = ("torch", "triton", "numpy", "transformers", "sglang")
 TRITON = """
 - **The GPU suite** with torch 2.11 has FlashInfer, FlashAttention 3 and FlashMLA; with newer ones
-  FlashInfer. Of torch 2.15, three tests of `flex` on the command line were cut off. Four modules of
+  FlashInfer. Of torch 2.15, three tests of `flex` on the command line were cut off. Of the source
+  that torch 2.11's record has, torch 2.15 ran three quarters of the suite before its time was up:
+  6,352 passed, 200 skipped, none failed. Four modules of
   torch 2.14.1's (`test_libraries`, `test_fa3`, `test_flashmla`, `test_blackwell`) ran again without
   `sgl_kernel`: 360 passed, 65 skipped, none failed.
 - **torch 2.15 with Triton 3.9** (CUDA 13.2's NVRTC and runtime): of 28 cells of the bench's quick
