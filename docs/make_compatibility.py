@@ -92,8 +92,8 @@ TRITON = """
   set that this library serves itself, one was over 3 % slower than with torch 2.11 and Triton 3.6:
   `8 x 8k tree 8-7-64`, 131.8 us for 123.3, by the schedule of its ptxas 13.4 (121.9 us with that of
   Triton 3.6). [Written anew](notes/kernels.md#softmax-under-the-product-before-it), it takes
-  119.8 us with Triton 3.9 and 121.3 with 3.6. The geometric mean was 1.000 (NVIDIA H200, one turn
-  each).
+  119.8 us with Triton 3.9 and 121.3 or 122.8 with 3.6. The geometric mean was 1.000 (NVIDIA H200,
+  one turn each).
 - **torch 2.14.1 with Triton 3.8**: the quick set of the bench has no cell over 3 % slower than with
   torch 2.11 and Triton 3.6, 0.996 of their time in the geometric mean (NVIDIA H200, CUDA 13), and
   [SGLang 0.5.23](sglang.md) runs. From 2.12 to 2.14 torch frees memory that graphs still use
