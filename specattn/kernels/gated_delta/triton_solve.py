@@ -99,16 +99,21 @@ def inverse_sizes(x):
 def invert(above, depth, N: tl.constexpr, SPLIT: tl.constexpr):
     """Return the inverse of ``I + above``.
 
-    Its entries lie below the diagonal. Substitution takes a depth at a time. What is deeper than 8
-    goes by blocks of 8 nodes: each is inverted, then blocks are substituted, one at a time.
+    Its entries lie below the diagonal. Of A that is at most 7 deep the inverse is
+    ``(I - A) (I + A^2) (I + A^4)``, where fewer products wait for one another than in substitution.
+    What is deeper goes by blocks of 8 nodes: each is inverted so, then blocks are substituted, one
+    at a time, for powers of all would grow.
     """
     at = tl.arange(0, N)  # [N]
     own = (at[:, None] == at[None, :]).to(tl.float32)
     within = (depth < _NEAR) | (at[:, None] // _NEAR == at[None, :] // _NEAR)
     near = tl.where(within, above, 0.0)
     found = own - near
-    for _ in range(tl.minimum(depth, _NEAR - 1) - 1):
-        found = own - multiply(near, found, SPLIT)
+    if depth > 1:
+        square = multiply(near, near, SPLIT)
+        found += multiply(found, square, SPLIT)
+        if depth > 3:
+            found += multiply(found, multiply(square, square, SPLIT), SPLIT)
     if depth >= _NEAR:
         far = tl.where(within, 0.0, above)
         far = multiply(found, far, SPLIT)
