@@ -24,7 +24,9 @@ another thread that read streams as a server does, and so pay for Python's lock;
 hands the engine all requests at once, so that some always wait: there the first token is timed from
 a request's admission on. The share of prompts is that of the host, from the begin of
 `Admission._run_prompts` to its end, later parts of long prompts included; and that of the stream,
-between two events around it, so how long the stream was the prompts'.
+between two events around it, so how long the stream was the prompts'. Where one request comes at a
+time, first tokens of the client ``engine`` are those of `Engine.add` in calls of their own, without
+events and timers: what the caller waits for. ``ttft_watched_ms`` is what it was with them.
 
 Lines are added to FOLDER/load.jsonl. Another checkout takes its turn from a folder that is none,
 with a label; its library comes first on the path, this bench from the second:
@@ -57,8 +59,8 @@ from bench.load.cells import (
     loader,
 )
 from bench.load.check import check
-from bench.load.client import CLIENTS, load
-from bench.load.figures import figures, read, table
+from bench.load.client import CLIENTS, first_tokens, load
+from bench.load.figures import figures, read, table, user_waits
 from bench.load.written import Written
 from bench.suite.machine import machine
 from specattn.models import HFTarget
@@ -121,6 +123,8 @@ def measured(
     for turn in range(options.rounds):
         for name, (cell, _) in asked.items():
             found = figures(load(engine, requests[name], cell.at_once, **how))
+            if cell.at_once == 1 and options.client == "engine":
+                found = user_waits(found, first_tokens(engine, requests[name]))
             yield {**head[name], "round": turn, **found}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event, RLock
@@ -15,7 +16,7 @@ from specattn.engine.engine import Engine
 from specattn.engine.serving import AsyncEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from specattn.engine.metrics import EngineMetrics
     from specattn.engine.request import Request, RequestOutput
@@ -104,6 +105,16 @@ class WatchedEngine(Engine):
         # the later parts of a long prompt, in sources that have such
         if hasattr(owner, "_goes_on"):
             owner._goes_on = partial(self._watched_part, owner, owner._goes_on)
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Time nothing, and record no event, until the block ends."""
+        owner = vars(getattr(self, "_admission", self))
+        hooks = {name: owner.pop(name) for name in ("_run_prompts", "_goes_on") if name in owner}
+        try:
+            yield
+        finally:
+            owner.update(hooks)
 
     def _watched_part(self, owner: Any, run: Callable[..., bool], **options: Any) -> bool:
         """Launch the next part of a long prompt, and note what that takes if there is one."""
@@ -264,6 +275,24 @@ class Load:
     prompts: PromptTime
     before: EngineMetrics
     after: EngineMetrics
+
+
+def first_tokens(engine: WatchedEngine, requests: Iterable[Request]) -> list[float]:
+    """Return how many seconds `Engine.add` takes for each request, alone in an idle engine.
+
+    It returns when the host has the first token. Nothing is watched meanwhile.
+    """
+    found = []
+    with engine.unwatched():
+        for request in requests:
+            if engine.table.req_to_token.is_cuda:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            (output,) = engine.add([request])
+            found.append(time.perf_counter() - begin)
+            if not output.finish_reason:
+                engine.drop(output)
+    return found
 
 
 def load(

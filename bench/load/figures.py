@@ -65,6 +65,15 @@ def figures(load: Load) -> Line:
     return rounded(line | _prompts(load, line["seconds"]) | _steps(load))
 
 
+def user_waits(line: Line, seconds: Sequence[float]) -> Line:
+    """Return a line with first tokens that nothing was watched during.
+
+    What its client saw while the prompts' share was taken stays beside them.
+    """
+    found = {"ttft_watched_ms": line["ttft_ms"], "ttft_ms": 1e3 * statistics.median(seconds)}
+    return line | rounded(found | {"ttft_p99_ms": 1e3 * percentile(seconds, 0.99)})
+
+
 def times(texts: Sequence[Text], begin: float) -> Line:
     """Return the speeds and waits of texts whose clients came at ``begin``.
 

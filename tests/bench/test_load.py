@@ -166,6 +166,38 @@ def test_later_parts_of_a_long_prompt_are_among_the_prompts_time():
     assert found.prompts.calls == len(found.prompts.begins) >= 8
 
 
+def test_first_tokens_of_requests_alone_are_timed_unwatched():
+    made, _ = engine()
+    requests = CELL.requests(97, 0)
+    hooks, during, add = dict(vars(made._admission)), [], made.add
+    made.add = lambda some: during.append(hooks.keys() - vars(made._admission).keys()) or add(some)
+    seconds = client.first_tokens(made, requests)
+    assert len(seconds) == len(requests)
+    assert all(found > 0 for found in seconds)
+    assert during == [{"_run_prompts", "_goes_on"}] * len(requests)
+    assert (made.prompt_time.calls, made.num_running) == (0, 0)
+    assert vars(made._admission) == hooks, "what comes next is watched again"
+
+
+def test_the_first_token_of_a_line_is_what_a_caller_of_one_request_waits_for(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setitem(cells.CELLS, "first-token-1.5b", replace(CELL, at_once=1, count=3))
+    seconds = lambda made, requests: asked.append(requests) or [30.0, 10.0, 20.0]  # noqa: E731
+    monkeypatch.setattr(command, "first_tokens", seconds)
+    words = ["--dtype", "float32", "--cells"]
+    for client_is, cell in (("engine", "first-token-1.5b"), ("asyncio", "first-token-1.5b")):
+        command.main([*words, cell, "--client", client_is])
+    command.main([*words, "1.5b-32"])
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[:2] == '{"']
+    alone, elsewhere, many = found
+    assert [len(requests) for requests in asked] == [3]
+    assert (alone["ttft_ms"], alone["ttft_p99_ms"]) == (20_000.0, 30_000.0)
+    for line in (elsewhere, many):
+        assert "ttft_watched_ms" not in line
+        assert line["ttft_ms"] != 20_000.0
+    assert alone["ttft_watched_ms"] != 20_000.0
+
+
 def test_prompts_of_a_file(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": [4, 5, 6]}) + "\n" + json.dumps({"prompt": "def f"}))
