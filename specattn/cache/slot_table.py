@@ -6,6 +6,7 @@ Slot and page 0 and table row 0 belong to padding: padded rows read and write on
 from __future__ import annotations
 
 from contextlib import contextmanager
+from operator import index
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,11 +20,9 @@ from specattn.kernels import check_current
 from specattn.kernels.cache import write_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
-
-    Rows = npt.NDArray[np.int64]
 
 
 def count_pages(num_slots: int, page_size: int) -> int:
@@ -61,12 +60,13 @@ class StagingRing:
     """
 
     def __init__(self, size: int, device: torch.device, depth: int = 4) -> None:
-        self._at, self._of, cuda = 0, device, device.type == "cuda"
+        self._at, self._of, cuda = 0, device.index, device.type == "cuda"
         self._buffers = [
             torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(depth)
         ]
         self._arrays = [buffer.numpy() for buffer in self._buffers]
-        self._read = [torch.cuda.Event() for _ in self._buffers] if cuda else []
+        # of all events the one that costs the host least
+        self._read = [torch.Event(device) for _ in self._buffers] if cuda else []
 
     def write(self, *parts: npt.NDArray[np.integer]) -> Tensor:
         """Write integers into the next buffer, one flattened part after the other.
@@ -99,7 +99,7 @@ class StagingRing:
         That is on the current stream.
         """
         if self._read:
-            self._read[self._at - 1].record(torch.cuda.current_stream(self._of))
+            self._read[self._at - 1].record(torch.accelerator.current_stream(self._of))
 
 
 class SlotTable(ReadOnly):
@@ -190,9 +190,8 @@ class SlotTable(ReadOnly):
         self._users = np.zeros(self.num_pages, dtype=np.int64)
         self._pages: dict[int, list[int]] = {}
         self._committed: dict[int, int] = {}
-        # by row: pages held, and tokens that must keep their slots
-        self._held = np.zeros(rows, dtype=np.int64)
-        self._needed = np.zeros(rows, dtype=np.int64)
+        # by row: tokens that must keep their slots
+        self._needed = [0] * rows
         self._holding: frozenset[int] = frozenset()
         self.reserved.zero_()
         self._changing = False
@@ -259,7 +258,7 @@ class SlotTable(ReadOnly):
         ValueError
             If the row is not allocated.
         """
-        return int(self._needed[self._known(row)])
+        return self._needed[self._known(row)]
 
     def allocate(self, *, share: int = 0, share_len: int = 0) -> int:
         """Take a row, optionally on top of another request's prefix.
@@ -296,7 +295,7 @@ class SlotTable(ReadOnly):
             row = self._free_rows.pop()
             shared = self._pages[share][: share_len // self.page_size] if share_len else []
             self._pages[row], self._committed[row] = list(shared), share_len
-            self._held[row], self._needed[row] = len(shared), share_len
+            self._needed[row] = share_len
             if share_len:
                 self._users[shared] += 1
                 self.req_to_token[row, :share_len] = self.req_to_token[share, :share_len]
@@ -325,10 +324,10 @@ class SlotTable(ReadOnly):
         if not (type(rows) is type(lens) is list and {int}.issuperset(map(type, [*rows, *lens]))):
             whole_numbers("every row", rows)
             whole_numbers("every length", lens)
-        at, need = np.asarray(rows, dtype=np.int64), np.asarray(lens, dtype=np.int64)
+            rows, lens = [*map(index, rows)], [*map(index, lens)]
         distinct = set(rows)
         if not distinct <= self._pages.keys():
-            for row in at.tolist():
+            for row in rows:
                 self._known(row)
         if len(distinct) != len(rows) or len(rows) != len(lens):
             raise ValueError(f"rows must differ, got {list(rows)} for {len(lens)} lengths")
@@ -339,9 +338,13 @@ class SlotTable(ReadOnly):
             raise CapacityError(
                 f"{longest} tokens do not fit into a context of {self.max_context_len}"
             )
-        if (need > self._held[at] * self.page_size).any():
-            self._grow(at, need)
-        self._needed[at] = np.maximum(self._needed[at], need)
+        # few rows at a time: of less than some fifty, numpy takes longer
+        pages, size, needed = self._pages, self.page_size, self._needed
+        if any(need > len(pages[row]) * size for row, need in zip(rows, lens, strict=True)):
+            self._grow(rows, lens)
+        for row, need in zip(rows, lens, strict=True):
+            if need > needed[row]:
+                needed[row] = need
 
     def _known(self, row: int) -> int:
         """Return a row; a ValueError if it is not allocated."""
@@ -350,46 +353,52 @@ class SlotTable(ReadOnly):
             raise ValueError(f"row must be allocated ({sorted(self._pages)}), got {row}")
         return row
 
-    def _missing(self, rows: Rows, need: Rows) -> Rows:
-        missing: Rows = np.maximum(-(-need // self.page_size) - self._held[rows], 0)
+    def _missing(
+        self, rows: Sequence[int], lens: Sequence[int], ahead: int = 0
+    ) -> list[tuple[int, int]]:
+        """Return the rows that lack pages for these tokens, and how many."""
+        missing, limit = [], self.max_context_len
+        for row, need in zip(rows, lens, strict=True):
+            pages = -(-min(need + ahead, limit) // self.page_size) - len(self._pages[row])
+            if pages > 0:
+                missing.append((row, pages))
         return missing
 
-    def _grow(self, rows: Rows, need: Rows) -> None:
+    def _grow(self, rows: Sequence[int], lens: Sequence[int]) -> None:
         """Give rows missing pages, and more ahead while there are enough."""
         check_current(self.req_to_token.device)
-        ahead = self._missing(rows, np.minimum(need + self._AHEAD, self.max_context_len))
-        if ahead.sum() <= self._num_free:
-            self._append(_growing(rows, ahead))
+        ahead = self._missing(rows, lens, self._AHEAD)
+        if _total(ahead) <= self._num_free:
+            self._append(ahead)
             return
-        short = self._missing(rows, need)
-        trimmed = rows[:0]
-        if short.sum() > self._num_free:
-            trimmed = self._take_back(rows, need, int(short.sum()))
-        self._append([*_growing(rows, short), *((row, 0) for row in trimmed.tolist())])
+        short = self._missing(rows, lens)
+        trimmed: list[int] = []
+        if (wanted := _total(short)) > self._num_free:
+            trimmed = self._take_back(dict(zip(rows, lens, strict=True)), wanted)
+        self._append([*short, *((row, 0) for row in trimmed)])
 
-    def _take_back(self, rows: Rows, need: Rows, wanted: int) -> Rows:
+    def _take_back(self, need: Mapping[int, int], wanted: int) -> list[int]:
         """Free pages that rows hold ahead of need; return those rows.
 
         Raises `CapacityError` if ``wanted`` pages would still not be free.
         """
-        needed = self._needed.copy()
-        needed[rows] = np.maximum(needed[rows], need)
-        spare = np.maximum(self._held + -needed // self.page_size, 0)
-        if wanted > self._num_free + spare.sum():
+        spare = {}
+        for row, held in sorted(self._pages.items()):
+            kept = -(-max(self._needed[row], need.get(row, 0)) // self.page_size)
+            if len(held) > kept:
+                spare[row] = held[kept:]
+        ahead = sum(map(len, spare.values()))
+        if wanted > self._num_free + ahead:
             raise CapacityError(
                 f"{wanted} more pages of {self.page_size} KV slots are needed, "
-                f"{self._num_free} are free and {spare.sum()} reserved ahead"
+                f"{self._num_free} are free and {ahead} reserved ahead"
             )
-        trimmed = np.flatnonzero(spare)
         # until the device has it, too: see `_append`
         self._changing = True
-        for row in trimmed.tolist():
-            held = self._pages[row]
-            cut = len(held) - int(spare[row])
-            self._release(held[cut:])
-            del held[cut:]
-        self._held -= spare
-        return trimmed
+        for row, pages in spare.items():
+            self._release(pages)
+            del self._pages[row][-len(pages) :]
+        return list(spare)
 
     def _append(self, grown: Sequence[tuple[int, int]]) -> None:
         """Give rows so many pages, 0 if shrunk; tell the device."""
@@ -400,7 +409,7 @@ class SlotTable(ReadOnly):
 
     def _upload(self, grown: Sequence[tuple[int, int]]) -> None:
         """Give rows as many pages as one upload holds."""
-        total = sum(count for _, count in grown)
+        total = _total(grown)
         pages = self._free_pages[self._num_free - total : self._num_free][::-1].copy()
         self._num_free -= total
         self._users[pages] = 1
@@ -410,7 +419,6 @@ class SlotTable(ReadOnly):
             held = self._pages[row]
             column = min(len(held) * size, limit)
             held += taken[begin : begin + count]
-            self._held[row] = len(held)
             room = min(len(held) * size, limit)
             pieces.append((row, column, room - column, 5 * len(grown) + begin, room))
             begin += count
@@ -483,7 +491,7 @@ class SlotTable(ReadOnly):
             del self._committed[row]
             self._release(pages)
             self._free_rows.append(row)
-            self._held[row] = self._needed[row] = 0
+            self._needed[row] = 0
             # in the stream's order: kernels launched before this one still find the row's slots
             self.reserved[row].zero_()
 
@@ -496,9 +504,9 @@ class SlotTable(ReadOnly):
         self._num_free += len(left)
 
 
-def _growing(rows: Rows, counts: Rows) -> list[tuple[int, int]]:
-    """Return the rows that get pages, and how many."""
-    return [each for each in zip(rows.tolist(), counts.tolist(), strict=True) if each[1]]
+def _total(grown: Iterable[tuple[int, int]]) -> int:
+    """Return how many pages rows get."""
+    return sum(count for _, count in grown)
 
 
 def _uploads(grown: Iterable[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
