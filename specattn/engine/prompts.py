@@ -63,7 +63,7 @@ class Prompts(Protocol):
         """Return what recording took."""
 
     def begin(self, prompts: Sequence[NewPrompt]) -> PromptWave:
-        """Check prompts, for `launch`."""
+        """Return prompts for `launch`, which `take` has checked."""
 
     def launch(self, wave: PromptWave) -> None:
         """Launch the next chunk of what is left."""

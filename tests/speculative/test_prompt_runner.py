@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from specattn.config import SpecConfig
+from specattn.errors import CaptureMismatch
 from specattn.speculative.prompts.prefill import Prefill
 from specattn.speculative.prompts.prompt import Prompt
 from specattn.speculative.prompts.runner import NewPrompt, Piece, PromptRunner, _cut
@@ -209,6 +210,32 @@ def test_first_tokens_of_requests_with_processors_and_grammars(buckets):
     (scored,) = firsts[0].logprobs(2)
     assert next(iter(scored.alternatives)) == tokens[0]
     assert scored.value == pytest.approx(scored.alternatives[tokens[0]])
+
+
+@pytest.mark.parametrize("what", ["table", "states", "target", "draft", "processors"])
+def test_a_chunk_notices_what_has_moved_since_its_capture(what):
+    run = Run("head")
+    processors = ProcessorStates.alloc(ROWS + 1, VOCAB, DEVICE)
+    runner = PromptRunner.of(run.setup, buckets=(16,))
+    runner.capture(Level.PROCESSED, processors=processors)
+    new = NewPrompt(Prompt(run.row(5), [3, 1, 4, 1, 5]), SamplingParams(), Level.PROCESSED)
+    (first,) = runner.run([new])
+    assert first.wait() >= 0
+    target, draft = run.setup.slots
+    moved = {
+        "table": run.setup.table.req_to_token,
+        "states": run.setup.states.seq_lens,
+        "target": target.pool.k,
+        "draft": draft.pool.v,
+        "processors": processors.history,
+    }[what]
+    kept = moved.view(moved.shape)  # a graph that does replay writes to it
+    moved.set_(moved.clone())
+    with pytest.raises(CaptureMismatch, match="changed since capture"):
+        runner.run([new])
+    moved.set_(kept)
+    (again,) = runner.run([new])
+    assert again.wait() == first.wait()
 
 
 def test_logits_that_are_not_finite_give_no_token():

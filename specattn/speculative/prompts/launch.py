@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from specattn.speculative.step.setup import StepSetup
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """A phase of a chunk; a graph records one.
 
     The target's forward, first tokens, and what follows them: the proposer's part and admission, or
@@ -105,7 +105,7 @@ class PromptMemory:
         resting: Proposer | None = None,
     ) -> None:
         self.resting = resting
-        self.setup, self.host, self.longest = setup, host, longest
+        self.setup, self.host, self.longest, self.count = setup, host, longest, count
         device = setup.device
         self.tokens = ChunkTokens.alloc(size, None, device)
         self.pieces = ChunkPieces.alloc(count, None, device)
@@ -302,12 +302,17 @@ class PromptLaunch:
         write_output(memory.packed, memory.host.packed, memory.host.entry)
 
     def holders(self) -> tuple[Iterable[object], ...]:
-        """Return what holds the tensors of states, table and pools."""
-        setup = self.memory.setup
-        caches = [cache for slot in setup.slots for cache in slot.tensors().values()]
+        """Return what holds the tensors of states, table and pools.
+
+        The target's part names what all parts read: it comes first in each chunk.
+        """
+        setup, first = self.memory.setup, self.part.phase is Phase.TARGET
         own = () if self.processing is None else (self.processing.processors,)
-        states = [vars(one) for one in (setup.states, *own)]
+        states = [vars(one) for one in ((setup.states, *own) if first else own)]
         states += [value for one in states for value in one.values() if isinstance(value, dict)]
+        if not first:
+            return tuple(one.values() for one in states)
+        caches = [cache for slot in setup.slots for cache in slot.tensors().values()]
         return (
             *(one.values() for one in states),
             (setup.table.req_to_token,),

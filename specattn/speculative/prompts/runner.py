@@ -328,9 +328,12 @@ class PromptRunner:
             self._in_flight.logprobs = LogprobBuffers.alloc(
                 steps, self._most, 1, self.setup.device, pinned=True
             )
+        # every admission asks
+        if not self.buckets or (not levels and self._tried):
+            return
         asked = {min(level, Level.PROCESSED) for level in (Level.GREEDY, *levels)}
         firsts = [PromptPart(Phase.FIRST, level) for level in sorted(asked)]
-        if not self.buckets or self._tried.issuperset(firsts):
+        if self._tried.issuperset(firsts):
             return
         try:
             _capture(self.targets, [TARGET, *self._admits], self._tried, or_eager=or_eager)
@@ -370,14 +373,14 @@ class PromptRunner:
         ValueError
             As from `Prefill.run`; nothing has run then.
         """
+        self._check(prompts)
         wave = self.begin(prompts)
         while wave.left:
             self.launch(wave)
         return [wave.firsts[at] for at in range(len(prompts))]
 
     def begin(self, prompts: Sequence[NewPrompt]) -> PromptWave:
-        """Return prompts that `launch` takes chunk by chunk; see `run`."""
-        self._check(prompts)
+        """Return prompts that `launch` takes chunk by chunk; they have been checked."""
         ahead, longest = self.proposer.read_ahead, self._longest
         pieces = (
             Piece(at, one.cached, len(one.tokens), min(ahead, longest - len(one.tokens)))
@@ -429,7 +432,7 @@ class PromptRunner:
         for one, piece in zip(own, pieces, strict=True):
             if piece.start and piece.start == one.prompt.cached:
                 launch.bound.cached(one.prompt.row, one.prompt.tokens[: piece.start])
-        self._write(steps.next_entry, own, pieces, len(launch.chunk.pieces.rows))
+        self._write(steps.next_entry, own, pieces, launch.memory.count)
         if level is Level.CONSTRAINED:
             launch.memory.write_bitmask([one.bitmask for one in own])
         steps.moved()
