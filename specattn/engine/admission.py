@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from specattn.engine.prompts import begin_prompts
@@ -139,9 +138,8 @@ class Admission:
         CapacityError
             If there are more requests than free rows, or slots run out.
         """
-        requests = [request for request, _ in items]
         results = [result for _, result in items]
-        levels = list(chain.from_iterable(request.levels for request in requests))
+        levels = {level for request, _ in items for level in request.levels}
         scheduler, table = self._scheduler, self._scheduler.table
         with self._change() as put_right:
             if len(items) > (free := table.num_free_rows):
@@ -151,7 +149,7 @@ class Admission:
             running, rows, launched = list(scheduler.running), table.rows, self._flight.prompts
             begun = self._begun
             try:
-                self._decoders.capture_for(requests)
+                self._decoders.capture_for(levels)
                 self.capture(*levels)
                 self._flight.untimed()
                 self._flight.prompts = [*launched]

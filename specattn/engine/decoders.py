@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from specattn.cuda_graph import GraphReport
     from specattn.engine.configs import SpeculativeConfigs
-    from specattn.engine.request import Request, RunningRequest
+    from specattn.engine.request import RunningRequest
     from specattn.speculative.proposers.proposer import Proposer
     from specattn.speculative.sampling.logits_processor import LogitsProcessor
     from specattn.speculative.step.setup import StepSetup
@@ -128,9 +128,9 @@ class Decoders(dict[SpecConfig, StepDecoder]):
             or_eager=or_eager,
         )
 
-    def capture_for(self, requests: Iterable[Request]) -> None:
+    def capture_for(self, levels: Iterable[Level]) -> None:
         """Capture the levels of steps that requests need, unless that was tried."""
-        for level in sorted(set().union(*[request.levels for request in requests])):
+        for level in sorted(levels):
             if level is Level.PROCESSED and self.processors is None:
                 self.processors = self._alloc_processors()
             for decoder in self.each:

@@ -72,9 +72,9 @@ def _check(request: Request, engine: Engine) -> None:
         raise ValueError("the prompt is empty")
     if len(request.prompt) > limit:
         raise ValueError(f"the prompt has {len(request.prompt)} tokens, the context holds {limit}")
-    most, ends = target.vocab_size, frozenset(request.stop_token_ids)
-    for name, ids in (("prompt", request.prompt), ("stop", ends)):
-        low, high = min(ids, default=0), max(ids, default=0)
+    most, ends = target.vocab_size, request.stop_token_ids
+    for name, ids in (("prompt", request.prompt), *([("stop", ends)] if ends else [])):
+        low, high = min(ids), max(ids)
         if low < 0 or high >= most:
             raise ValueError(f"{name} tokens must be 0..{most - 1}, got {low}..{high}")
     if request.max_new_tokens < 1:
@@ -83,12 +83,13 @@ def _check(request: Request, engine: Engine) -> None:
     if request.stop and engine.detokenize is None:
         raise ValueError("stop strings need detokenize")
     own = frozenset() if request.ignore_eos else engine.eos_token_ids
-    if request.min_new_tokens and (size := len(ends | own)) > MAX_END_IDS:
+    if request.min_new_tokens and (size := len(own.union(ends))) > MAX_END_IDS:
         raise ValueError(
             f"tokens that end a request with min_new_tokens must be at most {MAX_END_IDS}, "
             f"got {size}"
         )
-    check_names(dict(request.sampling.processors), engine.processors)
+    if asked := request.sampling.processors:
+        check_names(dict(asked), engine.processors)
 
 
 def _late(request: Request, engine: Engine) -> Request:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import index
 from typing import TYPE_CHECKING, Any, Self
 
-from specattn.checks import flag, listed, whole_number
+from specattn.checks import flag, listed, whole_number, whole_numbers
 from specattn.speculative.sampling.params import SamplingParams
 from specattn.speculative.step.level import Level
 
@@ -72,8 +73,8 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
             tokens = listed("prompt", self.prompt, "token ids, or a text")
-            prompt = tuple(whole_number("every prompt token", token) for token in tokens)
-            object.__setattr__(self, "prompt", prompt)
+            whole_numbers("every prompt token", tokens)
+            object.__setattr__(self, "prompt", tuple(map(index, tokens)))
         whole_number("max_new_tokens", self.max_new_tokens)
         if whole_number("min_new_tokens", self.min_new_tokens):
             whole_number("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)

@@ -86,6 +86,8 @@ class Scheduler:
 
     def wave(self, items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
         """Split off the requests that wait to share a prompt of others."""
+        if len(items) == 1:
+            return list(items), []
         now: list[Item] = []
         later: list[Item] = []
         # of many samples of a prompt, one

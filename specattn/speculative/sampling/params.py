@@ -192,6 +192,8 @@ class SamplingParams:
 
     def check_tokens(self, vocab_size: int) -> None:
         """Raise a ValueError that names a field with tokens outside the vocabulary."""
+        if not (self.logit_bias or self.bad_words or self.allowed_tokens):
+            return
         named = {
             "logit_bias": dict(self.logit_bias),
             "bad_words": {token for word in self.bad_words for token in word},

@@ -26,6 +26,8 @@ class Level(IntEnum):
     @classmethod
     def each(cls, *, sampled: bool, processed: bool, constrained: bool = False) -> frozenset[Self]:
         """Return every level above greedy that is asked for."""
+        if not (sampled or processed or constrained):
+            return frozenset()
         asked = zip(cls, (False, sampled, processed, constrained), strict=True)
         return frozenset(level for level, wanted in asked if wanted)
 
