@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Places of captured chunks, unless others are asked for.
-BUCKETS = (32, 64, 128, 192, 256, 384, 512)
+#: Places of captured chunks, unless others are asked for. On an H200 the products of a layer take
+#: an eighth less for 160 than for 192.
+BUCKETS = (32, 64, 128, 160, 192, 256, 384, 512)
 #: Pieces of a captured chunk, and of any.
 PIECES, MOST_PIECES = 8, 64
 # chunks whose first tokens may be on their way to the host
