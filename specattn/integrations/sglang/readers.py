@@ -1,24 +1,31 @@
-"""How the weights of SGLang's modules are read, once loaded.
+"""How SGLang's modules are read, once loaded: weights, feed-forward parts, the two ends.
 
 Nothing is copied.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from specattn.config import FLOAT8
 from specattn.kernels.fused.fp8 import BLOCK
+from specattn.models.fused.block import Feed, GatedFeed
+from specattn.models.fused.family import activation_of
 from specattn.models.fused.projection import Projection
 from specattn.models.fused.readers import UnreadError
 from specattn.models.fused.scaled import ScaledProjection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from torch import Tensor
+#: Feed-forward parts that run as they are; they add up over ranks by themselves.
+EXPERTS = ("Qwen3MoeSparseMoeBlock",)
+#: Embeddings and output projections of which every rank has the whole.
+WHOLE = ("Gemma3TextScaledWordEmbedding",)
 
 
 def _plain(module: Any) -> Projection:
@@ -106,3 +113,87 @@ def projection_of(module: Any) -> Projection:
     if method not in READERS:
         raise UnreadError(f"weights of {method}")
     return READERS[method](module)
+
+
+def inner_of(model: Any) -> Any:
+    """Return what has the layers of a model."""
+    return getattr(model, "model", model)
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """A layer's experts, SGLang's own module, which adds up over ranks."""
+
+    module: Any
+    rows_format: None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Feed ``x [T, H]`` forward; returns ``parts [1, T, H]``."""
+        found: Tensor = self.module(x)
+        return found[None]
+
+
+def feed_of(mlp: Any, config: Any) -> Feed:
+    """Return a layer's feed-forward part."""
+    if type(mlp).__name__ in EXPERTS:
+        return Experts(mlp)
+    return GatedFeed(
+        gate_up=projection_of(mlp.gate_up_proj),
+        down=summed(mlp.down_proj),
+        activation=activation_of(config),
+    )
+
+
+def summed(module: Any) -> Projection:
+    """Return the projection of ranks that share its columns."""
+    from sglang.srt.distributed import tensor_model_parallel_all_reduce
+    from sglang.srt.runtime_context import get_parallel
+
+    whole = projection_of(module)
+    if ranks() == 1:
+        return whole
+    # once in the sum
+    bias = None if get_parallel().tp_rank else whole.bias
+    return replace(whole, bias=bias, combine=tensor_model_parallel_all_reduce)
+
+
+def ranks() -> int:
+    """Return how many ranks share a model."""
+    from sglang.srt.runtime_context import get_parallel
+
+    size: int = get_parallel().tp_size
+    return size
+
+
+def embedding_of(module: Any) -> Any:
+    """Return an embedding without rows that pad it.
+
+    One that scales, and those of ranks, are SGLang's.
+    """
+    if ranks() > 1 or type(module).__name__ in WHOLE:
+        return module
+    return nn.Embedding.from_pretrained(module.weight[: module.num_embeddings])
+
+
+def vocabulary_of(model: Any) -> Projection:
+    """Return the output projection without the rows that pad it."""
+    from sglang.srt.distributed import tensor_model_parallel_all_gather
+
+    whole, size = projection_of(model.lm_head), model.logits_processor.vocab_size
+    if ranks() > 1 and type(model.lm_head).__name__ not in WHOLE:
+        return replace(whole, combine=tensor_model_parallel_all_gather, size=size)
+    return whole.rows(0, size)
+
+
+def odd_reasons(name: str, part: Any, *kinds: str) -> Iterator[str]:
+    """Say what a module computes besides its product or norm, if anything."""
+    kind = type(part).__name__
+    if kind not in kinds:
+        yield f"{name} is a {kind}"
+    elif hasattr(part, "quant_method"):
+        try:
+            projection_of(part)
+        except UnreadError as error:
+            yield f"{name} has {error}"
+    elif getattr(part, "variance_size_override", None) or getattr(part, "fp32_residual", False):
+        yield f"{name} is no plain norm"
