@@ -104,7 +104,7 @@ def _serve_latent() -> None:
 
 def _hooks() -> dict[str, Callable[..., Any]]:
     """Return the hooks of the installed release."""
-    return HOOKS | OLD_HOOKS if names.release() == names.OLD else HOOKS
+    return HOOKS | (OLD_HOOKS if names.release() == names.OLD else NEW_HOOKS)
 
 
 def _create(original: Callable[..., Any], factory: Any, *args: Any, **options: Any) -> Any:
@@ -214,6 +214,19 @@ def _without_room_for_snapshots(original: Callable[..., Any], runner: Any, rest:
     return left
 
 
+def _follow(original: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
+    """Have steps follow weights that SGLang has changed, or fail the update."""
+    from specattn.integrations.sglang.weights import Weights
+
+    out = original(owner, *args, **options)
+    model = owner.model if names.release() == names.OLD else owner.get_model()
+    if not (reason := Weights.follow_in(model)):
+        return out
+    if out is None:
+        raise UnsupportedError(f"SGLang algorithm {names.ALGORITHM!r}", [reason])
+    return False, reason
+
+
 HOOKS: dict[str, Callable[..., Any]] = {
     names.CREATE: _create,
     f"{names.WORKER}._capture_cuda_graphs": _capture,
@@ -226,4 +239,6 @@ OLD_HOOKS: dict[str, Callable[..., Any]] = {
     f"{names.EXTEND}.execute": _fence,
     f"{names.STATES}.__init__": _without_snapshots,
     f"{names.RUNNER}.handle_max_mamba_cache": _without_room_for_snapshots,
+    **dict.fromkeys(names.OLD_UPDATES, _follow),
 }
+NEW_HOOKS: dict[str, Callable[..., Any]] = dict.fromkeys(names.NEW_UPDATES, _follow)

@@ -1,14 +1,15 @@
 """Fused forwards over the weights of SGLang's modules.
 
-Nothing is copied, but sums that norms multiply by. SGLang keeps queries, keys and values in one
-matrix, gates and what they gate in another, and the cosines and sines of every position in a table,
-all in the kernels' order. Of several ranks each has its own heads and columns, and sums and gathers
-by SGLang's collectives.
+Nothing is copied, but sums that norms multiply by, and heads that are quantised. SGLang keeps
+queries, keys and values in one matrix, gates and what they gate in another, and the cosines and
+sines of every position in a table, all in the kernels' order. Of several ranks each has its own
+heads and columns, and sums and gathers by SGLang's collectives.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from specattn.errors import UnsupportedError
@@ -23,11 +24,12 @@ from specattn.integrations.sglang.readers import (
 )
 from specattn.integrations.sglang.refusals import kind_of, refuse, refuse_block_head
 from specattn.integrations.sglang.rotations import rotary_of, table_of
+from specattn.integrations.sglang.weights import Weights
 from specattn.models import DFlashHead, Eagle3Head, FusedTarget
 from specattn.models.fused.block import Block, GatedFeed, RotaryTable, norms_of
 from specattn.models.fused.family import FAMILIES
 from specattn.models.fused.projection import Projection
-from specattn.models.fused.scaled import quantise
+from specattn.models.fused.scaled import ScaledProjection, quantise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +82,7 @@ def fused_target(
         With all that the fused path does not compute.
     """
     refuse(model, TARGETS, layers)
-    inner, norms = model.model, Norms(TARGETS[kind_of(model)])
+    inner, norms = model.model, Norms(TARGETS[kind_of(model)], Weights.of(model))
     captured = sorted(set(inner.layers_to_capture)) if model.capture_aux_hidden_states else []
     target = FusedTarget(
         embed_tokens=embedding_of(inner.embed_tokens),
@@ -92,7 +94,6 @@ def fused_target(
         features=tuple(captured) or (len(layers),),
     )
     target.lm_head.prepare()
-    norms.follow(model)
     return target
 
 
@@ -123,7 +124,7 @@ def fused_head(
         With all that the fused path does not compute; if the weights are quantised in another way.
     """
     refuse(model, HEADS, layers)
-    inner = model.model
+    inner, weights = model.model, Weights.of(model)
     (layer,) = inner.layers
     width = inner.fc.in_features
     # SGLang's head neither norms nor mixes what has its own width
@@ -133,7 +134,7 @@ def fused_head(
     head = Eagle3Head(
         embed_tokens=embedding_of(inner.embed_tokens),
         lm_head=vocabulary_of(model),
-        blocks=_blocks(model, layers, Norms(HEADS[kind_of(model)])),
+        blocks=_blocks(model, layers, Norms(HEADS[kind_of(model)], weights)),
         fc=Projection(inner.fc.weight, inner.fc.bias) if mixes else None,
         # its target says which hidden states these are
         features=(),
@@ -146,7 +147,7 @@ def fused_head(
     )
     if quantization is not None:
         shared = model.load_lm_head_from_target or model.lm_head is inner.embed_tokens
-        head = _quantised(head, quantization, shared=shared)
+        head = _quantised(head, weights, quantization, shared=shared)
     for part in (head.fc, head.lm_head):
         if part is not None:
             part.prepare()
@@ -179,7 +180,7 @@ def fused_block_head(
     head = DFlashHead(
         embed_tokens=embedding_of(target.get_input_embeddings()),
         lm_head=vocabulary_of(target),
-        blocks=_blocks(model, layers, Norms(BLOCK_HEADS[kind_of(model)])),
+        blocks=_blocks(model, layers, Norms(BLOCK_HEADS[kind_of(model)], Weights.of(model))),
         fc=fc,
         # its target says which hidden states these are
         features=(),
@@ -194,22 +195,37 @@ def fused_block_head(
     return head
 
 
-def _quantised(head: Eagle3Head, kind: str, *, shared: bool) -> Eagle3Head:
+def _quantised(head: Eagle3Head, weights: Weights, kind: str, *, shared: bool) -> Eagle3Head:
     """Quantise a head's own weights; a shared output projection stays."""
     (block,) = head.blocks
     assert isinstance(block.feed, GatedFeed)
+    copied = partial(_copied, weights, kind)
     try:
-        gate_up, down, qkv, o = (
-            quantise(one, kind) for one in (block.feed.gate_up, block.feed.down, block.qkv, block.o)
+        gate_up, down, qkv, o = map(
+            copied, (block.feed.gate_up, block.feed.down, block.qkv, block.o)
         )
-        fc = head.fc and quantise(head.fc, kind)
-        lm_head = head.lm_head if shared else quantise(head.lm_head, kind)
+        fc = head.fc and copied(head.fc)
+        lm_head = head.lm_head if shared else copied(head.lm_head)
     except ValueError as error:
         raise UnsupportedError("fused forwards over SGLang's weights", [str(error)]) from error
     feed = replace(block.feed, gate_up=gate_up, down=down)
     block = replace(block, qkv=qkv, o=o, feed=feed)
     block.prepare()
     return replace(head, blocks=(block,), fc=fc, lm_head=lm_head)
+
+
+def _copied(weights: Weights, kind: str, one: Projection) -> ScaledProjection:
+    """Quantise a projection, whose numbers then follow SGLang's."""
+    found = quantise(one, kind)
+
+    def again() -> tuple[Tensor, Tensor]:
+        made = quantise(one, kind)
+        return made.weight, made.scale
+
+    # the numbers of one that is quantised stay
+    if not isinstance(one, ScaledProjection):
+        weights.keep(again, (found.weight, found.scale))
+    return found
 
 
 def _blocks(model: Any, layers: Sequence[AttnConfig], norms: Norms) -> tuple[Block, ...]:

@@ -32,6 +32,15 @@ DECODE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGr
 SPEC = "sglang.srt.runtime_context.get_spec"
 MAP = f"{MANAGERS}.overlap_utils.FutureMap"
 RECURRENT = "sglang.srt.configs.hybrid_arch.mambaish_config"
+WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+#: What changes weights that have been loaded, at its end.
+OLD_UPDATES = tuple(
+    f"{RUNNER}.update_weights_from_{way}" for way in ("disk", "distributed", "tensor", "ipc")
+)
+NEW_UPDATES = tuple(
+    f"{WEIGHTS}.{name}"
+    for name in ("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update")
+)
 STATES = "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool"
 
 # Listed is what would be missed in silence, as hooks and methods that are replaced are, or what few
@@ -56,8 +65,10 @@ OF_RELEASE: dict[tuple[int, ...], dict[str, tuple[str, ...]]] = {
         f"{EXTEND}.execute": ("forward_batch",),
         f"{STATES}.__init__": ("speculative_num_draft_tokens",),
         f"{RUNNER}.handle_max_mamba_cache": ("total_rest_memory",),
+        **dict.fromkeys(OLD_UPDATES, ()),
     },
     NEW: {
+        **dict.fromkeys(NEW_UPDATES, ()),
         SPEC: (),
         "sglang.srt.layers.attention.base_attn_backend.SharedReadEnds.POST_REPLAY": (),
         "sglang.srt.layers.attention.verify_mask.VerifyMask": ("buffer", "mode", "max_bs"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from specattn.integrations.sglang.weights import Weights
     from specattn.models.fused.family import Family
 
 
@@ -18,28 +19,15 @@ class Norms:
     """What norms multiply by: SGLang's weights, or sums of them."""
 
     family: Family
-    sums: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    weights: Weights
 
     def of(self, norm: Any) -> Tensor:
         """Return what a norm of SGLang's multiplies by."""
         weight: Tensor = norm.weight.detach()
         found = self.family.norm(weight)
         if found is not weight:
-            self.sums.append((found, weight))
+            self.weights.keep(lambda: (self.family.norm(weight),), (found,))
         return found
-
-    def follow(self, model: Any) -> None:
-        """Have sums follow the weights that SGLang loads later."""
-        load = model.load_weights
-
-        def load_weights(*args: Any, **options: Any) -> Any:
-            loaded = load(*args, **options)
-            for found, weight in self.sums:
-                found.copy_(self.family.norm(weight))
-            return loaded
-
-        if self.sums:
-            model.load_weights = load_weights
 
 
 def norms_in(part: Any) -> Iterator[tuple[str, Any]]:

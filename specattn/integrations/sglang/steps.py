@@ -47,6 +47,7 @@ from specattn.integrations.sglang.processed import (
     write_logprobs,
 )
 from specattn.integrations.sglang.requests import PROCESSED_VARIABLE, asked
+from specattn.integrations.sglang.weights import Weights
 from specattn.speculative.model import ModelSlot
 from specattn.speculative.sampling.processors import ProcessorStates
 from specattn.speculative.step.decoder import StepDecoder
@@ -151,6 +152,8 @@ class Steps:
         sizes = {"max_context_len": width, "max_num_reqs": rows - 1, "page_size": page}
         block = None if blocks is None else blocks.block
         configs = [tree_config(tree, block, **sizes) for tree in trees.values()]
+        for runner in (target, draft):
+            Weights.of(runner.model)
         models = step_models(target, draft, target_ids, blocks)
         pools = memory_of(target), memory_of(draft)
         # SGLang has reserved slots for whatever it decodes

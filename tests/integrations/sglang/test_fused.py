@@ -18,6 +18,7 @@ if INSTALLED:
     from specattn.integrations.sglang.blocks import BlockHead
     from specattn.integrations.sglang.fused import fused_block_head, fused_head, fused_target
     from specattn.integrations.sglang.modules import join_states
+    from specattn.integrations.sglang.weights import Weights
     from tests.integrations.sglang.modules import build, geometry, run, run_block
     from tests.models.conftest import DenseAttend
 
@@ -104,7 +105,7 @@ def test_a_target_is_sglangs_over_the_same_weights(kind, changes, dtype) -> None
         for parameter in model.parameters():
             parameter.mul_(1.5)
     # after which sums are made anew
-    model.load_weights([])
+    assert not Weights.of(model).follow()
     want, states = run(model, layers, IDS, POSITIONS)
     rows = torch.tensor([8, 0, 3])
     for wanted in (None, rows):

@@ -46,3 +46,4 @@ def test_names_that_are_missing_or_take_other_parameters(monkeypatch):
 def test_every_hook_is_in_the_table():
     assert sglang.HOOKS.keys() <= names.NAMES.keys()
     assert sglang.OLD_HOOKS.keys() <= names.OF_RELEASE[names.OLD].keys()
+    assert sglang.NEW_HOOKS.keys() <= names.OF_RELEASE[names.NEW].keys()
