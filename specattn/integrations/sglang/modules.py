@@ -30,6 +30,7 @@ from specattn.integrations.sglang.layers import (
     model_layers,
 )
 from specattn.integrations.sglang.names import ALGORITHM, OLD, release
+from specattn.integrations.sglang.readers import vocabulary_of
 from specattn.kernels.gated_delta import LayerParts, LayerWeights
 from specattn.speculative.model import DraftOutput, TargetOutput
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from specattn.cache.kv_pool import KVPool
     from specattn.integrations.sglang.blocks import BlockHead
     from specattn.speculative.model import AnyDraftModel, TargetModel
 
@@ -124,6 +126,7 @@ class SGLangModel:
         attend: Any,
         spec_info: Any = None,
         hidden: CaptureHiddenMode = CaptureHiddenMode.FULL,
+        **options: Any,
     ) -> Any:
         """Run SGLang's module; return its `LogitsProcessorOutput`."""
         plan = attend.plan
@@ -144,7 +147,7 @@ class SGLangModel:
         )
         self._attention.forward_metadata = attend
         with forward_context(ForwardContext(attn_backend=self._attention)):
-            return self.runner.model.forward(input_ids, positions, batch)
+            return self.runner.model.forward(input_ids, positions, batch, **options)
 
 
 class SGLangTarget(SGLangModel):
@@ -225,6 +228,55 @@ class SGLangDraft(SGLangModel):
         return token_ids if self.target_ids is None else self.target_ids[token_ids]
 
 
+class SGLangBlocks(SGLangModel):
+    """SGLang's DFlash head as a `specattn.speculative.proposers.block.BlockDraftModel`.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+        SGLang's.
+    target : nn.Module
+        SGLang's target, whose embedding and output projection the head shares.
+    settings : BlockHead
+        What the head's settings say.
+    """
+
+    target_ids = None
+
+    def __init__(self, runner: Any, target: Any, settings: BlockHead) -> None:
+        super().__init__(runner)
+        self.block, self._logit_scale = settings.block, settings.logit_scale
+        self.feature_size: int = runner.model.fc.in_features
+        self._embed_tokens, self._lm_head = target.get_input_embeddings(), vocabulary_of(target)
+        self.vocab_size = self._lm_head.out_features
+
+    def combine(self, hidden_states: Tensor) -> Tensor:
+        """Mix the target's features ``[T, F]`` into the head's context ``[T, H]``."""
+        context: Tensor = self.runner.model.project_target_hidden(hidden_states.to(self.dtype))
+        return context
+
+    def write_context(self, states: Tensor, positions: Tensor, pool: KVPool, slots: Tensor) -> None:
+        """Store every layer's keys and values."""
+        for at, layer in enumerate(self.runner.model.layers):
+            attention = layer.self_attn
+            keys, values = attention.kv_proj_only(states)
+            keys = attention.apply_k_rope(positions, attention.apply_k_norm(keys))
+            pool.store(at, slots, keys, values)
+
+    def forward_block(
+        self, input_ids: Tensor, positions: Tensor, attend: Any, rows: Tensor | None = None
+    ) -> Tensor:
+        """Run the head over blocks."""
+        embeds = self._embed_tokens(input_ids)
+        states = self._run(input_ids, positions, attend, input_embeds=embeds).hidden_states
+        logits = self._lm_head.product(states if rows is None else states[rows])
+        return logits if self._logit_scale == 1.0 else logits * self._logit_scale
+
+    def to_target(self, token_ids: Tensor) -> Tensor:
+        """Return the ids: the head's are the target's."""
+        return token_ids
+
+
 def join_states(model: Any) -> None:
     """Have SGLang 0.5.23 capture whole states of a Gemma 3.
 
@@ -249,7 +301,7 @@ def step_models(
 ) -> tuple[TargetModel, AnyDraftModel]:
     """Return a step's models, fused where they can be.
 
-    Others are SGLang's modules, but for DFlash heads, which are always fused. The log says which,
+    Others are SGLang's modules; a DFlash head that cannot be fused is refused. The log says which,
     and why.
 
     Parameters
@@ -271,7 +323,10 @@ def step_models(
     )
     if blocks is not None:
         layers = [layer_config(draft, layer) for layer in attention_layers(draft)]
-        drafts = fused_block_head(draft.model, target.model, layers, blocks)
+        # what does not fit is refused whichever of both runs
+        fused = fused_block_head(draft.model, target.model, layers, blocks)
+        block_head = SGLangBlocks(draft, target.model, blocks)
+        drafts = _fused("head", lambda: fused, block_head)
         return _fused("target", fuse_target, modules), drafts
     kind, head = draft_quantization(), SGLangDraft(draft, target_ids)
     fuse_head = partial(

@@ -79,6 +79,7 @@ class Setting:
 
 SETTINGS = {
     "tree": Setting((4, 6, 12), head={"logit_scale": 0.3} | WINDOWS),
+    "module tree": Setting((4, 6, 12), fused="0", head={"logit_scale": 0.3} | WINDOWS),
     "chain": Setting(
         None,
         {
