@@ -1,4 +1,4 @@
-"""R80: vllm#43559, vllm#53912, vllm#47194.
+"""R80: vllm#43559, vllm#43650, vllm#53912, vllm#47194.
 
 A prefix of a hybrid model was found in the cache: keys and values came from it, and with them a
 recurrent state of another length, of rejected drafts, or none. Texts went wrong from the first hit
