@@ -23,6 +23,7 @@ from specattn.models.hf import HFTarget
 from specattn.models.hub import blaming
 from specattn.models.mtp_builder import MtpBuilder
 from specattn.models.mtp_checkpoint import MtpCheckpoint, is_mtp
+from specattn.models.probe import RecurrentModelError
 from specattn.models.quantisation import check_format
 from specattn.models.vocabulary import (
     check_head_tokenizer,
@@ -166,6 +167,8 @@ def load_lm_draft(
             device=device or target.device,
             quantization=quantization,
         )
+    except RecurrentModelError as error:
+        raise recurrent(str(path_or_id)) from error
     except ModelError as error:
         raise ModelError("draft", str(error)) from error
     return lm_draft(model, target)
@@ -189,13 +192,18 @@ def lm_draft(model: HFTarget, target: Target) -> LMDraft:
     found, wanted = vocabulary(model), vocabulary(target)
     name = model.name or f"the draft ({model.config.model_type})"
     if not all(isinstance(layer, AttnConfig) for layer in model.layers):
-        why = "has layers with recurrent states, which go on by what is kept alone: it cannot draft"
-        raise ModelError("draft", f"{name} {why}")
+        raise recurrent(name)
     if found is not None and wanted is not None:
         check_vocabulary(name, found, wanted, "its tokenizer")
     elif model.vocab_size != target.vocab_size:
         check_padding(name, model.vocab_size, target)
     return LMDraft(model, target.vocab_size)
+
+
+def recurrent(name: str) -> ModelError:
+    """Return the error of a draft whose steps nothing takes back."""
+    why = "has layers with recurrent states, which go on by what is kept alone: it cannot draft"
+    return ModelError("draft", f"{name} {why}")
 
 
 @without_autocast

@@ -37,13 +37,17 @@ _FUNCTION = "specattn_mask_function"
 # Modules of `torch.ao.quantization.quantize_dynamic`.
 _QUANTISED = "torch.ao.nn.quantized"
 _KINDS = {"full_attention", "sliding_attention", "linear_attention"}
+_SCAN = "which need a scan over trees of their own"
+_MAMBA = "Mamba, which needs a scan over trees of its own (there is one for Gated DeltaNet)"
 # Recurrent and convolutional layers that are not served, by a part of their class's name, and what
 # they would need.
 _OTHERS = {
     "DeltaAttention": "Kimi Delta Attention, whose gate per key dimension the solve over trees of "
     "Gated DeltaNet layers does not have",
     # Mamba, Bamba, Jamba, Zamba
-    "amba": "Mamba, which needs a scan over trees of its own (there is one for Gated DeltaNet)",
+    "amba": _MAMBA,
+    "FalconH1Mixer": _MAMBA,
+    "LightningAttention": "Lightning Attention, which needs a scan over trees of its own",
     "ShortConv": "short convolutions, which need a memory of windows alone, without states",
     "Rglru": "RG-LRU, which needs a scan over trees of its own",
     "GatedDeltaNet": "Gated DeltaNet in another form than Qwen3-Next's and Qwen3.5's",
@@ -58,8 +62,20 @@ _ORDER = (2, 0, 3, 1)
 _CLOSE = {2: 2e-2, 4: 1e-4, 8: 1e-8}
 
 
+class RecurrentModelError(ModelError):
+    """A model has layers with states or windows that are not served."""
+
+
 class _UnfitError(Exception):
     """What a model computes that paged attention over flattened tokens does not."""
+
+    blame: type[ModelError] = ModelError
+
+
+class _RecurrentError(_UnfitError):
+    """Which layers a model has that keep states or windows."""
+
+    blame = RecurrentModelError
 
 
 def probe_layers(module: Any) -> tuple[LayerConfig, ...]:
@@ -74,7 +90,7 @@ def probe_layers(module: Any) -> tuple[LayerConfig, ...]:
         return _layers_of(module, config)
     except _UnfitError as error:
         message = f"unsupported: model type {config.model_type!r} {error}"
-        raise ModelError("target", message) from error.__cause__
+        raise error.blame("target", message) from error.__cause__
 
 
 def _layers_of(module: Any, config: Any) -> tuple[LayerConfig, ...]:
@@ -170,13 +186,13 @@ def _check_recurrent(module: nn.Module, config: Any) -> None:
     for name, needs in _OTHERS.items():
         found = (type(one).__name__ for one in module.modules() if one not in known)
         if any(name in kind and "Norm" not in kind for kind in found):
-            raise _UnfitError(f"has layers of {needs}")
+            raise _RecurrentError(f"has layers of {needs}")
     # Set on every class with recurrent (state-space, linear-attention) layers.
     kinds = getattr(config, "layer_types", None) or ()
     if module._is_stateful and kinds.count("linear_attention") != len(known):
-        raise _UnfitError("has recurrent layers other than Gated DeltaNet")
+        raise _RecurrentError(f"has recurrent layers other than Gated DeltaNet, {_SCAN}")
     if module._is_stateful and not known:
-        raise _UnfitError("has recurrent layers, whose state cannot be rolled back")
+        raise _RecurrentError(f"has recurrent layers, {_SCAN} (there is one for Gated DeltaNet)")
     if known and process_group(module) is not None:
         raise _UnfitError("has Gated DeltaNet layers, which ranks cannot share")
     if any(one.activation != "silu" for one in known):

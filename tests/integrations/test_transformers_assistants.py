@@ -286,7 +286,7 @@ def test_an_assistants_number_of_tokens_is_named(model, assistant, number):
 def test_an_assistant_that_cannot_draft_is_named(model):
     config = AutoConfig.for_model("mamba", vocab_size=23, hidden_size=32, num_hidden_layers=1)
     mamba = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ModelError, match="assistant_model: unsupported: model type 'mamba' has"):
+    with pytest.raises(ModelError, match=r"assistant_model: .* 'mamba' has layers with"):
         ours(model, prompts(1), max_new_tokens=3, assistant_model=mamba)
     with pytest.raises(ModelError, match=r"assistant_model must be on .* cpu, got meta"):
         ours(model, prompts(1), max_new_tokens=3, assistant_model=build().to("meta"))

@@ -226,7 +226,7 @@ def test_forward_never_looks_at_positions_on_the_host(tiny, dense, monkeypatch) 
         (
             "falcon_h1",
             {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
-            "has recurrent",
+            "has layers of Mamba, which needs a scan",
         ),
         ("mamba", {}, "has layers of Mamba, which needs a scan"),
         ("bert", {}, "has bidirectional attention"),

@@ -16,7 +16,7 @@ from specattn.cache.state_pool import StatePool
 from specattn.config import StateConfig
 from specattn.errors import CaptureMismatch, ModelError, UnsupportedError
 from specattn.models import FusedTarget, HFTarget, LMDraft, load_dflash, load_draft, quantise_model
-from specattn.models.draft import lm_draft
+from specattn.models.draft import lm_draft, load_lm_draft
 from specattn.models.fused import block
 from specattn.models.mixers import names_of
 from specattn.speculative.prompts.runner import PromptRunner
@@ -328,6 +328,7 @@ def test_quantised_weights_are_served(kind, how, monkeypatch) -> None:
     assert [len(one.mixed) for one in target.blocks[::2]] == [2, 2]
 
 
+STATEFUL = "has layers with recurrent states, which go on by what is kept alone: it cannot draft"
 OTHERS = {
     "mamba2": (
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
@@ -337,16 +338,37 @@ OTHERS = {
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "short convolutions"),
     "bamba": ({"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1]}, "Mamba, which"),
     "recurrent_gemma": ({}, "RG-LRU"),
+    "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "Mamba, which"),
+    "minimax": (
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "head_dim": 16,
+        },
+        "Lightning Attention, which needs",
+    ),
+    "rwkv": ({"attention_hidden_size": 64}, "recurrent layers, which need a scan over trees"),
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_recurrent_layers_are_refused_by_name(tiny, kind) -> None:
+def test_other_recurrent_layers_are_refused_by_name(tiny, kind, tmp_path) -> None:
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"this release of transformers has no {kind}")
     changes, why = OTHERS[kind]
+    model = tiny(kind, **changes)
     with pytest.raises(ModelError, match=why):
-        HFTarget.from_model(tiny(kind, **changes))
+        HFTarget.from_model(model)
+    # whatever they need to be verified, they cannot draft
+    model.save_pretrained(tmp_path)
+    target = HFTarget.from_model(tiny("llama"))
+    with pytest.raises(ModelError, match=f"{tmp_path} {STATEFUL}") as caught:
+        load_lm_draft(tmp_path, target)
+    assert caught.value.argument == "draft"
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(ModelError, match=f"assistant_model: .* '{kind}' {STATEFUL}"):
+        specattn.generate(tiny("llama"), ids, max_new_tokens=2, assistant_model=model)
 
 
 def test_inside_transformers_it_writes_the_same() -> None:

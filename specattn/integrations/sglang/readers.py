@@ -1,4 +1,4 @@
-"""How SGLang's modules are read, once loaded: weights, feed-forward parts, the two ends.
+"""How SGLang's modules are read, once loaded.
 
 Nothing is copied.
 """

@@ -37,7 +37,7 @@ def refuse_block_head(
     layers: Sequence[AttnConfig],
     settings: BlockHead,
 ) -> None:
-    """Raise an UnsupportedError for a DFlash head that the kernels do not compute."""
+    """Refuse a DFlash head that the kernels do not compute."""
     embed_tokens, found = target.get_input_embeddings(), list(_kind_reasons(model, known))
     if not found:
         family = known[kind_of(model)]

@@ -1,4 +1,4 @@
-"""What was read of SGLang's weights at the start, when SGLang changes them later."""
+"""What was read of SGLang's weights follows their updates."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Weights:
 
     @staticmethod
     def follow_in(model: Any) -> str:
-        """Do what `follow` does for a model, if it is one that steps read."""
+        """Call `follow` for a model, if steps read it."""
         found: Weights | None = getattr(model, ATTRIBUTE, None)
         return "" if found is None else found.follow()
 

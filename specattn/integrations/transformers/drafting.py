@@ -17,9 +17,9 @@ from specattn.config import SpecConfig
 from specattn.errors import ModelError
 from specattn.kernels.lookup import MAX_NGRAM
 from specattn.models import DFlashHead, Eagle3Head, EagleHead, HFTarget, MtpHead, load_draft
-from specattn.models.draft import lm_draft
+from specattn.models.draft import lm_draft, recurrent
 from specattn.models.hub import PAIR
-from specattn.models.probe import probe_layers
+from specattn.models.probe import RecurrentModelError, probe_layers
 from specattn.models.quantisation import check_format
 from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
 from specattn.speculative.proposers.proposer import ProposerFactory
@@ -214,5 +214,8 @@ def _assistant(model: Any, target: HFTarget, *, is_target: bool) -> Any:
         if is_target:
             return lm_draft(target, target)
         return lm_draft(target_of(model), target)
+    except RecurrentModelError as error:
+        why = recurrent(f"a model of type {model.config.model_type!r}")
+        raise ModelError("assistant_model", f"assistant_model: {why}") from error
     except ModelError as error:
         raise ModelError("assistant_model", f"assistant_model: {error}") from error
