@@ -216,6 +216,35 @@ def test_requests_come_go_and_give_their_rows_to_others(one, guesses) -> None:
 PHASES = ("begin", "draft", "verify", "process", "accept", "commit", "extend", "advance")
 
 
+@pytest.mark.parametrize("phase", PHASES[:-1])
+@pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
+def test_a_half_that_fails_undoes_no_other(one, guesses, monkeypatch, phase, cudagraph) -> None:
+    """Neither half of an eager step has happened, and no state was copied to put it back."""
+    target, texts = one
+    run = engine(target, guesses, SHAPES["beams of 2"], tbo=True, cudagraph=cudagraph)
+    results = run.add(requests())
+    run.step()
+    kept = {name: part.clone() for name, part in run.target.by_row().items()}
+    whole, turns = getattr(Step, phase), iter(range(10**6))
+
+    def breaks(step, *given, **options):
+        found = whole(step, *given, **options)
+        if next(turns) == 1:
+            raise RuntimeError("no more")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, phase, breaks)
+        patch.setattr(torch.Tensor, "clone", None)
+        with pytest.raises(RuntimeError, match="no more"):
+            run.step()
+    for name, part in run.target.by_row().items():
+        assert torch.equal(part, kept[name]), name
+    while run.num_running:
+        run.step()
+    assert [result.tokens for result in results] == texts
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_step_that_fails_has_not_happened(one, guesses, monkeypatch, phase) -> None:
     """Requests go on from where they were, but for what they had gained already."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -126,16 +125,10 @@ class StepLaunch:
 
     def run(self) -> None:
         """Run the part; a recording has halves side by side."""
-        first, *others = runs = [partial(step.run, self.part) for step in self.steps]
         if is_recording(self.packed.device):
-            side_by_side(self.packed.device, *runs)
-        elif not others:
-            first()
+            side_by_side(self.packed.device, *(partial(one.run, self.part) for one in self.steps))
         else:
-            (second,) = others
-            with _all_or_none(self._changed()):
-                first()
-                second()
+            self.steps[0].run(self.part, *self.steps[1:])
         if self.part.has(ForwardMode.DRAFT_EXTEND):
             write_output(self.packed, self.host.packed, self.host.entry)
 
@@ -158,12 +151,6 @@ class StepLaunch:
         own = () if step.processing is None else (step.processing.processors,)
         return (step.states, *own)
 
-    def _changed(self) -> list[Tensor]:
-        """Return what a step must find as it was to run again."""
-        slots = self.steps[0].setup.slots
-        kept = [one.tensors() for one in self._states()] + [slot.by_row() for slot in slots]
-        return [tensor for one in kept for tensor in one.values()]
-
     def fingerprint(self) -> Fingerprint:
         """Describe the buffers, tables, states, pools and configs of the step."""
         host = {f"host.{name}": tensor for name, tensor in vars(self.host).items()}
@@ -182,15 +169,3 @@ class StepLaunch:
             for attention in step.attention(None):
                 found += attention.fingerprint()
         return found
-
-
-@contextmanager
-def _all_or_none(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Put what tensors hold back if anything fails."""
-    before = [tensor.clone() for tensor in tensors]
-    try:
-        yield
-    except Exception:
-        for tensor, old in zip(tensors, before, strict=True):
-            tensor.copy_(old)
-        raise

@@ -118,10 +118,12 @@ class Step:
         inputs = AttnInputs(buffers.req_pool_indices, buffers.seq_lens, positions, slots, words)
         return AttnPlan.over(self.config.layout(mode), self.table.req_to_token, inputs)
 
-    def run(self, part: StepPart = WHOLE) -> None:
+    def run(self, part: StepPart = WHOLE, other: Step | None = None) -> None:
         """Run a step, or one part of it: no sync, capturable.
 
-        The tree and what is kept of it are static buffers, so that a later part finds them.
+        The tree and what is kept of it are static buffers, so that a later part finds them. The
+        ``other`` half of the requests runs before this one advances, so that neither does if
+        anything fails.
         """
         tree, accepted = self.tree, self.buffers.accepted
         if part.has(ForwardMode.DRAFT_DECODE):
@@ -135,7 +137,11 @@ class Step:
             self.commit(accepted, features)
         if part.has(ForwardMode.DRAFT_EXTEND):
             state = self.extend(accepted)
+            if other is not None:
+                other.run(part)
             self.advance(accepted, state)
+        elif other is not None:
+            other.run(part)
 
     def begin(self) -> None:
         """Gather the requests' states and derive every phase's metadata from their lengths."""
