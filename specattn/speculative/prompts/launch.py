@@ -270,7 +270,8 @@ class PromptLaunch:
         logits = self.memory.kept("logits", len(pieces.last))
         assert logits is not None
         roots, out = self.memory.roots, pieces.accepted
-        roots.positions[:, 0] = pieces.before
+        if self.processing is not None:  # nobody else asks where a root is
+            roots.positions[:, 0] = pieces.before
         accept_first(roots, logits, pieces.before, sampling, self.processing, out)
 
     def admit(self) -> None:
