@@ -319,9 +319,7 @@ class LayeredBackend(Layers):
         plan: Plan = AttnPlan.over(replace(layout, tail=layout.q_len), inputs.tail_slots, inputs)
         if prompts:
             rows, lens, slots = inputs.req_pool_indices, inputs.seq_lens, inputs.tail_slots
-            # short ones may go elsewhere
-            many = slots.new_empty(1, 1 << 20)
-            plan = ExtendPlan(slots, rows, lens, lens, many, 1, 1, layout.page_size)
+            plan = ExtendPlan(slots, rows, lens, lens, slots, 1, 1, layout.page_size)
         served = [attending(layer.backend, plan) for layer in self.attends]
         # a backend that a user made need not have a name
         names = [getattr(backend, "name", type(backend).__name__) for backend in served]

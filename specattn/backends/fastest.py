@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 RECORD = Path(__file__).with_suffix(".json")
 #: Forwards that another backend may take over.
 PROMPTS, DECODE, CHAINS = "prompts", "decode", "chains"
-#: Prompts of so few new tokens stay with the own kernels, which need no schedule: on an H200 they
-#: take 6 to 10 us a layer, FA3 10 to 12, and behind 8,192 cached tokens both 113.
-SHORT_TOKENS = 192
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +88,8 @@ class Choice:
         )
 
     def takes(self, plan: AttnPlan | ExtendPlan) -> bool:
-        """Whether such forwards were measured: no trees, draft extends, short prompts."""
+        """Whether such forwards were measured: neither trees nor draft extends."""
         if isinstance(plan, ExtendPlan):
-            if plan.out_slots.numel() <= SHORT_TOKENS:
-                return False
             kind, page = PROMPTS, plan.page_size
         elif plan.layout.causal and plan.layout.phase is not Phase.PREFILL:
             kind, page = DECODE if plan.layout.q_len == 1 else CHAINS, plan.layout.page_size

@@ -84,21 +84,15 @@ def called(monkeypatch):
     return register
 
 
-@pytest.fixture
-def any_length(monkeypatch):
-    """No prompt is short."""
-    monkeypatch.setattr(fastest, "SHORT_TOKENS", 0)
-
-
 def tree(q_len: int, batch: int, phase: Phase = Phase.VERIFY, *, causal=True, page=1) -> AttnPlan:
     layout = RowLayout(q_len, q_len, phase, causal, page)
     table = torch.zeros(2, 64, dtype=torch.int32)
     return AttnPlan.over(layout, table, AttnInputs.alloc(batch, layout, CPU))
 
 
-def prompts(page: int = 1, tokens: int = 193) -> ExtendPlan:
-    none, slots = torch.zeros(1, dtype=torch.int32), torch.zeros(1, tokens, dtype=torch.int32)
-    return ExtendPlan(none[None], none.long(), none, none.new_zeros(2), slots, 1, 1, page)
+def prompts(page: int = 1) -> ExtendPlan:
+    none = torch.zeros(1, dtype=torch.int32)
+    return ExtendPlan(none[None], none.long(), none, none.new_zeros(2), none[None], 1, 1, page)
 
 
 def test_what_is_on_record_can_be_taken():
@@ -283,7 +277,6 @@ def test_one_layer_that_is_refused_leaves_the_choice_to_others(hopper):
     ("plan", "name"),
     [
         (prompts(), "fa3"),
-        (prompts(tokens=192), "base"),
         (prompts(64), "base"),
         (tree(1, 16, Phase.DECODE), "base"),
         (tree(6, 16, Phase.PREFILL), "base"),
@@ -327,7 +320,6 @@ def test_a_plan_that_is_refused_stays(called):
     assert FastestBackend(base, (PROMPTS,))(HEADS, CPU).serving(prompts()).name == "base"
 
 
-@pytest.mark.usefixtures("any_length")
 def test_an_engine_sends_prompts_there_and_nothing_else(called):
     """Texts are those of plain decoding; draft extend, drafts and trees are the base's."""
     fa3, base = called("fa3", "base")
@@ -344,7 +336,6 @@ def test_an_engine_sends_prompts_there_and_nothing_else(called):
     assert "prompt" not in base.binds
 
 
-@pytest.mark.usefixtures("any_length")
 def test_host_lengths_reach_whoever_plans_on_the_host(called):
     """Pattern B for the base, Pattern A for what is faster."""
     fa3, base = called("fa3", "base", host_plan=True)
@@ -390,7 +381,6 @@ def test_a_capture_asks_whoever_serves(called):
     assert attending(layer, tree(6, 1)).capabilities.graphs
 
 
-@pytest.mark.usefixtures("any_length")
 def test_prompts_of_an_engines_table_and_its_draft_extends(called):
     """As SGLang calls it: the plan of prompts is ragged, that of a draft extend is not."""
     fa3, base = called("fa3", "base")
@@ -411,7 +401,6 @@ def test_prompts_of_an_engines_table_and_its_draft_extends(called):
     assert base.binds == ["prefill"]
 
 
-@pytest.mark.usefixtures("any_length")
 @pytest.mark.parametrize("latent", [False, True])
 def test_results_are_those_of_one_backend(latent, monkeypatch):
     """Over the libraries, or stand-ins of theirs; chains for FlashMLA, prompts for FA3."""
