@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import specattn
 from specattn import Engine, Request, SpecConfig
-from specattn.kernels.attention.reference import csr_attention
+from specattn.kernels.attention.reference import attend, csr_views
 from specattn.models import HFTarget, fuse, load_dflash, load_draft
 from specattn.models.hub import PAIR, PAIR_HEADS
 
@@ -80,15 +80,10 @@ def test_attention_alone() -> None:
     for enabled in (False, True):
         out, lse = torch.empty_like(q), torch.empty(2, 4)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            csr_attention(
-                q,
-                k,
-                v,
-                out,
-                lse,
+            views = csr_views(
                 kv_indptr=torch.tensor([0, 4, 8], dtype=torch.int32),
                 kv_indices=torch.arange(1, 9, dtype=torch.int32),
-                sm_scale=0.25,
             )
+            attend(q, k, v, out, lse, views=views, sm_scale=0.25)
         outs.append(out)
     assert torch.equal(*outs)

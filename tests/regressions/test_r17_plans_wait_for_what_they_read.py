@@ -100,6 +100,7 @@ class BoundWatch(BoundAttention):
         self.filled = self.read()
         for name, value in self.filled.items():
             assert name in self.late or not (value == POISON).any(), f"{name} is filled too early"
+        self.inner.fill()
 
     def run(self, *arguments) -> None:
         self.ran = self.read()

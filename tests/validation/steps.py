@@ -47,6 +47,7 @@ class BoundFailing(BoundAttention):
 
     def fill(self):
         self._maybe("fill")
+        self.inner.fill()
 
     def run(self, q, *rest):
         Failing.ran.append(len(q))

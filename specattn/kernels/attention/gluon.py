@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specattn.kernels.attention.reference import tree_attention
+from specattn.kernels.attention.reference import attend, tree_views
 from specattn.kernels.attention.tiles import FLOAT8, GluonTile, TileConfig, gluon_tile_config
 from specattn.kernels.attention.tree_attention import (
     Operands,
@@ -96,21 +96,15 @@ def check_kernel(
     )
     attention.plan(lens, rows, slots.stride(0)).fill()
     attention.run(q, k, v, out, lse, indices=slots, **tail)
-    tree_attention(
-        q,
-        k,
-        v,
-        want,
-        want_lse,
+    views = tree_views(
         seq_lens=lens,
         req_pool_indices=rows,
         req_to_token=slots,
         positions=None,
         tail_positions=None,
-        sm_scale=scale,
-        max_prefix_len=longest,
         **tail,
     )
+    attend(q, k, v, want, want_lse, views=views, sm_scale=scale)
     off = ((out.float() - want).norm() / want.norm()).item()
     lse_off = (lse - want_lse).abs().max().item()
     if not (off < 1e-2 and lse_off < 1e-3):

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from tests.oracle import Case
 
 NAIVE = {
-    "tree": reference.tree_attention,
-    "lists": reference.csr_attention,
-    "extend": reference.extend_attention,
+    "tree": reference.tree_views,
+    "lists": reference.csr_views,
+    "extend": reference.extend_views,
 }
 TAIL = ("positions", "tail_slots", "tail_positions", "tail_words")
 
@@ -124,14 +124,17 @@ def scales(case: Case) -> dict[str, float]:
 
 def run_naive(case: Case, *, lse: bool = True) -> None:
     """Attend with torch functions."""
-    NAIVE[case.kind](
+    args = {name: value for name, value in case.args.items() if name != "max_q_len"}
+    settings = dict(case.settings)
+    views = NAIVE[case.kind](**args, window_left=settings.pop("window_left", -1))
+    reference.attend(
         case.q,
         case.k_cache,
         case.v_cache,
         case.out,
         case.lse if lse else None,
-        **case.args,
-        **case.settings,
+        views=views,
+        **settings,
         **scales(case),
         sinks=case.sinks,
     )
