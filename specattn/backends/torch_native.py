@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from specattn.backends.base import BoundAttention, Capabilities, FunctionAttention
@@ -13,8 +12,6 @@ from specattn.kernels.attention import reference
 from specattn.plan import CsrPlan, ExtendPlan, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from torch import Tensor
 
@@ -29,6 +26,7 @@ class TorchNativeBackend(ReadOnly):
 
     def __init__(self, config: AttnConfig, device: torch.device) -> None:
         self.config = config
+        self.sight = Sight()
 
     @staticmethod
     def reasons(config: AttnConfig | None, device: torch.device) -> list[str]:
@@ -42,8 +40,36 @@ class TorchNativeBackend(ReadOnly):
             plan,
             reference.attend,
             {"sm_scale": config.sm_scale, "logit_cap": config.logit_cap},
-            partial(_views, plan, config.window_left),
+            config.window_left,
+            self.sight,
         )
+
+
+class Sight:
+    """What queries of the running forward see, of one plan at a time."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what was found."""
+        self.plan: Plan | None = None
+        self.views: list[reference.View] = []
+        self.layers: set[int] = set()
+
+    def of(self, plan: Plan, window_left: int, keys: Tensor) -> list[reference.View]:
+        """Return what a plan's queries see, in the layer that has these keys.
+
+        A layer that comes again begins another forward, which is looked at whether it was filled
+        or not.
+        """
+        layer = keys.data_ptr()
+        if plan is not self.plan or layer in self.layers:
+            self.forget()
+            self.views = _views(plan, window_left)
+            self.plan = plan
+        self.layers.add(layer)
+        return self.views
 
 
 @dataclass(frozen=True)
@@ -53,20 +79,19 @@ class NativeAttention(FunctionAttention):
     The first layer after `fill` finds it: the ancestors of a draft step are written after `fill`.
     """
 
-    find: Callable[[], list[reference.View]]
-    found: list[reference.View] = field(default_factory=list)
+    window_left: int
+    sight: Sight
 
     def fill(self) -> None:
-        """Forget what the last forward's queries saw."""
-        self.found.clear()
+        """Forget what the last forward's queries saw, of any plan."""
+        self.sight.forget()
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attend; see `BoundAttention.run`."""
-        if not self.found:
-            self.found.extend(self.find())
-        self.function(q, k_cache, v_cache, out, lse, views=self.found, **self.options)
+        views = self.sight.of(self.plan, self.window_left, k_cache)
+        self.function(q, k_cache, v_cache, out, lse, views=views, **self.options)
 
 
 def _views(plan: Plan, window_left: int) -> list[reference.View]:

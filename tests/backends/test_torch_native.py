@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from functools import partial, wraps
 
@@ -94,3 +95,50 @@ def test_it_is_looked_at_after_a_draft_has_grown() -> None:
         for layer in range(2):
             case.out = attend(layer, case.q)
             check(case, case.expected(), lse=False)
+
+
+def test_a_forward_that_nobody_filled_sees_its_own_lengths() -> None:
+    """As where a wrapper keeps `fill` to itself."""
+    case = make_tree_case([33, 70], device=DEVICE)
+    attend = attention(case, [config_of(case)] * 2)
+    lens = case.args["seq_lens"]
+    for longer in ([33, 70], [20, 5], [33, 70]):
+        lens.copy_(torch.tensor(longer))
+        for layer in range(2):
+            case.out = attend(layer, case.q)
+            check(case, case.expected(), lse=False)
+
+
+def test_plans_of_one_backend_see_their_own_keys() -> None:
+    """As layers of a window pool do, which read another plan in the same forward."""
+    cases = [make_tree_case([33, 70], device=DEVICE), make_tree_case([70, 33], device=DEVICE)]
+    config = config_of(cases[0])
+    pool = KVPool.from_external(
+        [config] * 2, *([getattr(case, name) for case in cases] for name in ("k_cache", "v_cache"))
+    )
+    layered = LayeredBackend("torch_native", [config] * 2, pool, DEVICE)
+    bound = [layered.bind(plan_of(case)) for case in cases]
+    for layer, (attend, case) in enumerate(zip(bound, cases, strict=True)):
+        case.out = attend(layer, case.q)
+        check(case, case.expected(), lse=False)
+
+
+def test_nothing_found_outlives_the_next_fill_or_forward() -> None:
+    case = make_tree_case([33, 70], device=DEVICE)
+    config = config_of(case)
+    layered = LayeredBackend(
+        "torch_native",
+        [config],
+        KVPool.from_external([config], [case.k_cache], [case.v_cache]),
+        DEVICE,
+    )
+    one, other = layered.bind(plan_of(case)), layered.bind(plan_of(case))
+    found = []
+    for attend in (one, other, one):
+        attend(0, case.q)
+        assert all(view() is None for view in found)
+        sight = attend.bounds[0].sight
+        found = [weakref.ref(tensor) for view in sight.views for tensor in view[1:3]]
+        assert len(found) == 2
+    other.fill()
+    assert all(view() is None for view in found)
