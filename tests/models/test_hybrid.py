@@ -33,6 +33,7 @@ from tests.models.heads import VD, eagle3_tensors, write
 from tests.models.test_checkpoints import save_tokenizer
 from tests.models.test_dflash import dflash_tensors
 from tests.models.test_dflash import write as write_dflash
+from tests.samples import half, sampled
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 61], [23], [7, 7, 80, 12, 55, 31, 2, 64, 19, 28, 77]]
 NEW = 20
@@ -330,8 +331,7 @@ def test_a_long_prompt_comes_in_parts_beside_others(one, guesses) -> None:
         assert [result.tokens for result in (first, *results)] == texts
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
-@pytest.mark.parametrize("how", ["fp8", "fp8-channel"])
+@sampled(half, kind=["qwen3_5_text", "qwen3_next"], how=["fp8", "fp8-channel"])
 def test_quantised_weights_are_served(kind, how, monkeypatch) -> None:
     """Whether or not the gates are quantised, too; rows are, in the launch that gates them."""
     model, part = hybrid(kind), hybrid(kind)

@@ -24,6 +24,7 @@ from specattn.models.fused.scaled import FORMATS, ScaledLinear, ScaledProjection
 from specattn.models.quantisation import quantise_model
 from tests.implementations import using
 from tests.models.heads import VD, eagle3_tensors, write
+from tests.samples import half, sampled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -252,13 +253,13 @@ def generated(target: Any, draft: Any = None, *, steps: tuple[int, int, int] | N
     config = SpecConfig(*(steps or (0, 1, 1)), max_context_len=64, max_num_reqs=4)
     if draft is not None:
         target = target.with_features(getattr(draft, "features", ()))
-    engine = Engine(target, draft, config, backend="torch_native", graphs=False)
+    how = {"backend": "torch_native", "buckets": [len(PROMPTS)], "graphs": False}
+    engine = Engine(target, draft, config, **how)
     requests = [Request(p, 12, min_new_tokens=12) for p in PROMPTS]
     return [result.tokens for result in engine.generate(requests)]
 
 
-@pytest.mark.parametrize("steps", [(3, 3, 9), (3, 1, 4)], ids=["tree", "chain"])
-@pytest.mark.parametrize("kind", FORMATS)
+@sampled(half, kind=list(FORMATS), steps={"tree": (3, 3, 9), "chain": (3, 1, 4)})
 def test_speculation_generates_what_plain_decoding_does(tiny, tmp_path, kind, steps) -> None:
     """Also with a quantised head, and with the model itself as its draft."""
     model = tiny("qwen3", num_hidden_layers=4, hidden_size=64)
