@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 
 import pytest
@@ -30,7 +30,7 @@ LOOP = [7, 8, 9, 10, 11, 7, 8, 9, 10, 12, 7, 8, 9]
 PROMPTS = [LOOP, [35], [3, 14, 15] * 5, [58, 9, 7, 9, 3]]
 TREES = {"chain": (4, 1, 5), "tree": (3, 3, 9)}
 KINDS = ("lookup", "eagle", "model", "block")
-NEW = 40
+NEW = 24
 
 
 def ints(values):
@@ -167,14 +167,19 @@ def drafting(kind, tree, target):
     return LookupFirst(LookupProposer(2, 5), draft), lambda text: front(text) or behind(text)
 
 
+@cache
+def written(attends):
+    """A target, and its texts."""
+    target = attentive(DEVICE) if attends else TinyTarget(device=DEVICE, window=9)
+    return target, [dense_greedy(target, prompt, NEW) for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("kind", [*KINDS, *(f"lookup before {other}" for other in KINDS)])
 @torch.no_grad()
 def test_every_step_gains_what_dense_drafts_do(kind, tree):
-    attends = kind.endswith("model")
-    target = attentive(DEVICE) if attends else TinyTarget(device=DEVICE, window=9)
+    target, wanted = written(kind.endswith("model"))
     draft, propose = drafting(kind, tree, target)
-    wanted = [dense_greedy(target, prompt, NEW) for prompt in PROMPTS]
     found = Engine(target, draft, SpecConfig(*tree, 128, 4)).generate(
         [Request(prompt, NEW) for prompt in PROMPTS]
     )
