@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from itertools import takewhile
 
 import pytest
@@ -167,19 +167,14 @@ def drafting(kind, tree, target):
     return LookupFirst(LookupProposer(2, 5), draft), lambda text: front(text) or behind(text)
 
 
-@cache
-def written(attends):
-    """A target, and its texts."""
-    target = attentive(DEVICE) if attends else TinyTarget(device=DEVICE, window=9)
-    return target, [dense_greedy(target, prompt, NEW) for prompt in PROMPTS]
-
-
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("kind", [*KINDS, *(f"lookup before {other}" for other in KINDS)])
 @torch.no_grad()
 def test_every_step_gains_what_dense_drafts_do(kind, tree):
-    target, wanted = written(kind.endswith("model"))
+    attends = kind.endswith("model")
+    target = attentive(DEVICE) if attends else TinyTarget(device=DEVICE, window=9)
     draft, propose = drafting(kind, tree, target)
+    wanted = [dense_greedy(target, prompt, NEW) for prompt in PROMPTS]
     found = Engine(target, draft, SpecConfig(*tree, 128, 4)).generate(
         [Request(prompt, NEW) for prompt in PROMPTS]
     )
