@@ -58,7 +58,7 @@ class Sight:
         self.layers: set[int] = set()
 
     def of(self, plan: Plan, window_left: int, keys: Tensor) -> list[reference.View]:
-        """Return what a plan's queries see, in the layer that has these keys.
+        """Return what a plan's queries see in the layer of these keys.
 
         A layer that comes again begins another forward, which is looked at whether it was filled
         or not.
