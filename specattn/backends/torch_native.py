@@ -46,7 +46,7 @@ class TorchNativeBackend(ReadOnly):
 
 
 class Sight:
-    """What queries of the running forward see, of one plan at a time."""
+    """What the queries of one plan see in the running forward."""
 
     def __init__(self) -> None:
         self.forget()
