@@ -55,12 +55,6 @@ REASONS: dict[str, str] = {
         "since"
     ),
 }
-REASONS |= {
-    "tests/engine/test_own_processors.py::test_three_tokens_have_the_distribution_of_plain_decoding": (  # noqa: E501
-        "the test called a helper of the tests with arguments that had changed; it passes on a CPU "
-        "since"
-    ),
-}
 _LEFT_OUT = (
     "the `sgl_kernel` 0.4.10 that was installed had been packed without its kernels of FlashMLA, "
     "and without those of FlashAttention 3 that this asks for"
@@ -83,8 +77,8 @@ REASONS |= {
 COLUMNS = ("torch", "triton", "numpy", "transformers", "sglang")
 TRITON = """
 - **The GPU suite** with torch 2.11 has FlashInfer, FlashAttention 3 and FlashMLA; with newer ones
-  FlashInfer. Of torch 2.15, three tests of `flex` on the command line were cut off. Of the source
-  that torch 2.11's record has, torch 2.15 ran three quarters of the suite before its time was up:
+  FlashInfer. Of torch 2.15, three tests of `flex` on the command line were cut off. Of a source
+  of 2026-11-29 torch 2.15 ran three quarters of the suite before its time was up:
   6,352 passed, 200 skipped, none failed. Four modules of
   torch 2.14.1's (`test_libraries`, `test_fa3`, `test_flashmla`, `test_blackwell`) ran again without
   `sgl_kernel`: 360 passed, 65 skipped, none failed.
