@@ -31,6 +31,7 @@ def engine(
 
     Trees may be whole configs, of which the engine's numbers are then. ``slots`` are those besides
     padding's page; as many as all rows need if 0. Models are a target and a draft.
+    One bucket that holds all rows is captured, unless ``buckets`` are given.
     """
     config, *others = (
         tree
@@ -38,6 +39,7 @@ def engine(
         else SpecConfig(*tree, context, rows, page_size, sampling)
         for tree in trees
     )
+    options.setdefault("buckets", [config.max_num_reqs])
     if slots:
         options["num_slots"] = slots + page_size
     target, draft = models or (TinyTarget(device=device), TinyDraft(device=device))

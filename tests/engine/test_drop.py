@@ -17,7 +17,7 @@ from tests.tiny import dense_greedy
 CONTEXT = 64
 
 
-engine = partial(tiny_engine, (3, 4, 9), backend="torch_native", buckets=(1, 4))
+engine = partial(tiny_engine, (3, 4, 9), backend="torch_native")
 
 
 def test_who_is_dropped_lets_others_go_on_that_lack_slots(models):

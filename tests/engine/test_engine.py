@@ -43,7 +43,7 @@ def engine(models, tree, **over) -> Engine:
     settings = {"max_context_len": 128, "max_num_reqs": 4, "page_size": 1}
     rest = {k: over.pop(k) for k in list(over) if k not in settings}
     config = SpecConfig(steps, topk, nodes, **(settings | over))
-    return Engine(*models, config, **rest)
+    return Engine(*models, config, **{"buckets": [config.max_num_reqs]} | rest)
 
 
 def letters(tokens) -> str:
@@ -53,7 +53,7 @@ def letters(tokens) -> str:
 @sampled(lambda tree, size: tree % 5 == size, tree=TREES, page_size=[1, 16, 2, 64, 512])
 def test_greedy_speculation_equals_greedy_decoding(models, expected, tree, page_size):
     """Also with pages larger than the context, at topk > 1."""
-    run = engine(models, tree, page_size=page_size)
+    run = engine(models, tree, page_size=page_size, buckets=None)
     out = run.generate([Request(p, max_new_tokens=40 - i) for i, p in enumerate(PROMPTS)])
     for i, (result, want) in enumerate(zip(out, expected, strict=True)):
         assert result.tokens == want[: 40 - i]

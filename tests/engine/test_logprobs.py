@@ -38,7 +38,7 @@ TOLERANCE = 2e-5 if DEVICE.type == "cpu" else 1e-4
 
 def engine(*names: str, **options) -> Engine:
     configs = [CONFIGS[name] for name in names or ["tree"]]
-    return tiny_engine(*configs, **{"buckets": (2, 4)} | options)
+    return tiny_engine(*configs, **options)
 
 
 @cache
@@ -87,7 +87,7 @@ def test_they_are_those_of_a_plain_forward(config, of):
         Request(PROMPTS[2], COUNT, replace(DRAWN, logprobs=MAX_LOGPROBS, **asked)),
         Request(PROMPTS[0], COUNT, replace(GREEDY["bad words"], logprobs=0, **asked)),
     ]
-    outs = engine(config).generate(requests)
+    outs = engine(config, buckets=(2, 4)).generate(requests)
     for request, out in zip(requests, outs, strict=True):
         if request.sampling.logprobs is None:
             assert out.logprobs == []

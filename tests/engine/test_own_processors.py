@@ -76,7 +76,8 @@ def engine(way: str, processors=None, **more) -> Engine:
     draft, config, options = WAYS[way]
     drafting = draft(device=DEVICE) if draft is not None else None
     added = own() if processors is None else processors
-    return Engine(TinyTarget(device=DEVICE), drafting, config, processors=added, **options, **more)
+    options = {"buckets": [config.max_num_reqs]} | options | more
+    return Engine(TinyTarget(device=DEVICE), drafting, config, processors=added, **options)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -98,7 +99,7 @@ def test_greedy_texts_are_those_of_plain_decoding(way):
 
 @pytest.mark.parametrize("chunk", [1, 4, 7])
 def test_first_tokens_of_several_forwards_are_their_own_requests(chunk):
-    run = engine("tree", buckets=[5])
+    run = engine("tree")
     run._admission.prompts.chunk = chunk
     requests = [Request(*pair) for pair in zip(PROMPTS, [4] * 5, PARAMS, strict=True)]
     for at, out in enumerate(run.generate(requests)):

@@ -28,7 +28,7 @@ PROMPTS = ([3, 14, 15, 9, 14], [35], [2, 7, 1, 8, 2, 8])
 COUNT = 30
 
 
-engine = partial(tiny_engine, device=DEVICE, buckets=(2, 4))
+engine = partial(tiny_engine, device=DEVICE)
 
 
 @sampled(star, name=["three", *list(GREEDY)[:-1]], config=["tree", "chain", "plain"])
@@ -84,7 +84,7 @@ def test_rows_are_reused_by_requests_of_every_kind(cudagraph):
     """More requests than rows: none reads what the request before it has left."""
     kinds = [*GREEDY.values(), SamplingParams()]
     requests = [Request(PROMPTS[i % 3], 9 + i % 4, kinds[i % len(kinds)]) for i in range(16)]
-    outs = engine(CONFIGS["tree"], cudagraph=cudagraph).generate(requests)
+    outs = engine(CONFIGS["tree"], cudagraph=cudagraph, buckets=(2, 4)).generate(requests)
     target = TinyTarget(device=DEVICE)
     for request, out in zip(requests, outs, strict=True):
         count = request.max_new_tokens

@@ -21,7 +21,7 @@ PROMPTS = [[3, 14, 15, 9, 26, 5], [35, 2], [8, 9, 7, 9], [17], [4, 4, 4, 4, 4, 4
 
 
 def engine(config: SpecConfig, draft=None, target=None, **options) -> Engine:
-    options = {"buckets": [1, 2, 5]} | options
+    options = {"buckets": [config.max_num_reqs]} | options
     target = target or TinyTarget(device=DEVICE)
     return Engine(target, draft or TinyBlockDraft(SIZE, device=DEVICE), config, **options)
 

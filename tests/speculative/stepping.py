@@ -20,7 +20,7 @@ DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=7)
 
 
 def engine(tree, backend="torch_native", page: int = 1, **options) -> Engine:
-    options = {"backend": backend, "page_size": page, "buckets": (2, 5)} | options
+    options = {"backend": backend, "page_size": page} | options
     return tiny_engine(tree, context=96, rows=5, **options)
 
 

@@ -40,7 +40,7 @@ TREES = {
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_greedy_tokens_are_those_of_plain_decoding(backend, name):
-    gained = decode(engine(TREES[name], backend=backend))
+    gained = decode(engine(TREES[name], backend=backend, buckets=[1, 2, 5]))
     assert sum(gained) > 1.5 * len(gained), "drafts are accepted"
 
 

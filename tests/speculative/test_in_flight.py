@@ -103,7 +103,7 @@ def test_steps_in_flight_are_of_their_own_rows(backend, cudagraph, tbo):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_are_their_own_steps_after_a_late_capture(backend, cudagraph, tbo):
     """What warms a capture up takes turns of the host buffers, while a step is in flight."""
-    run = engine((3, 4, 9), backend, cudagraph=cudagraph, tbo=tbo)
+    run = engine((3, 4, 9), backend, cudagraph=cudagraph, tbo=tbo, buckets=(2, 5))
     rows, decoder = admitted(run), run.decoder(run.config)
     for _ in range(3):
         told_of_itself(run, decoder, rows)
@@ -122,7 +122,7 @@ def test_tokens_are_their_own_steps_after_a_late_capture(backend, cudagraph, tbo
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_are_their_own_steps_after_an_interrupt(monkeypatch, backend):
     """Between a launch and its note the device's entry has moved on, and the host has not."""
-    run = engine((3, 4, 9), backend)
+    run = engine((3, 4, 9), backend, buckets=(2, 5))
     rows, decoder = admitted(run), run.decoder(run.config)
     told_of_itself(run, decoder, rows)
     for parts in ((rows[:2], rows[1:], rows), (rows, rows[1:])):  # in either turn
@@ -143,7 +143,7 @@ def test_tokens_are_their_own_steps_after_an_interrupt(monkeypatch, backend):
 
 def test_a_step_that_is_noted_is_the_last_one_of_its_turn(monkeypatch):
     """An interrupt that comes when a step has been noted costs its tokens, not the decoder."""
-    run = engine((3, 4, 9))
+    run = engine((3, 4, 9), buckets=(2, 5))
     rows, decoder = admitted(run), run.decoder(run.config)
 
     class Noting(list):
@@ -206,7 +206,7 @@ def test_an_engine_a_step_ahead_gives_the_same(ahead):
 @pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
 def test_a_late_capture_writes_to_nobodys_slots(cudagraph, tbo):
     """Slots of the last step may be another request's by then, and states are not the capture's."""
-    run = engine((3, 4, 9), cudagraph=cudagraph, tbo=tbo)
+    run = engine((3, 4, 9), cudagraph=cudagraph, tbo=tbo, buckets=(2, 5))
     rows, decoder = admitted(run), run.decoder(run.config)
     pools = [pool for slot in (run.target, run.draft) for pool in (slot.pool.k, slot.pool.v)]
 

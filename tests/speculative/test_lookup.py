@@ -50,6 +50,7 @@ def proposer(kind, models, *numbers):
 
 def engine(models, kind, tree, *, numbers=(), max_num_reqs=4, page_size=1, context=128, **options):
     config = SpecConfig(*tree, context, max_num_reqs, page_size)
+    options = {"buckets": [max_num_reqs]} | options
     return Engine(models[0], proposer(kind, models, *numbers), config, **options)
 
 
@@ -70,7 +71,7 @@ def texts(run, requests):
 
 @sampled(star, kind=KINDS, tree={"tree": TREES["tree"]} | TREES)
 def test_greedy_lookup_equals_greedy_decoding(models, expected, kind, tree):
-    run = engine(models, kind, tree)
+    run = engine(models, kind, tree, buckets=None)
     out = run.generate([Request(p, 60 - i) for i, p in enumerate(PROMPTS)])
     for i, (result, want) in enumerate(zip(out, expected, strict=True)):
         assert result.tokens == want[: 60 - i]

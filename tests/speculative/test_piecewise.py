@@ -41,7 +41,7 @@ def short_of_memory(monkeypatch, part: str, bucket: int) -> None:
 def test_parts_without_graphs_run_over_the_buffers_of_the_others(monkeypatch, part, bucket):
     """Batches that every part has captured replay; the others run eagerly as a whole."""
     short_of_memory(monkeypatch, part, bucket)
-    run = engine(TREE, cudagraph="piecewise")
+    run = engine(TREE, cudagraph="piecewise", buckets=(2, 5))
     rows, decoder, rng = admitted(run), run.decoder(run.config), random.Random(3)
     assert sorted(len(decoder.runner.captured(mode)) for mode in decoder.modes) == [
         {2: 1, 5: 0}[bucket],
@@ -64,7 +64,7 @@ def test_parts_without_graphs_run_over_the_buffers_of_the_others(monkeypatch, pa
 def test_drawing_parts_without_graphs_do_no_harm(monkeypatch, bucket):
     """They fail when the first request that draws has come, and its company does not notice."""
     short_of_memory(monkeypatch, f"{ForwardMode.TARGET_VERIFY.value} (sampled)", bucket)
-    run = engine(TREE, cudagraph="piecewise")
+    run = engine(TREE, cudagraph="piecewise", buckets=(2, 5))
     results = run.generate(
         [
             Request(prompt, 20, DRAWN if at == 1 else SamplingParams())

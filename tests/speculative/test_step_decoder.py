@@ -28,7 +28,7 @@ from tests.worlds import BACKENDS, DEVICE
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_decode_whoever_takes_part(backend, tree, cudagraph):
     """Batches grow, shrink and change their order from step to step; no row notices."""
-    run = engine(tree, backend, cudagraph=cudagraph)
+    run = engine(tree, backend, cudagraph=cudagraph, buckets=(2, 5))
     rows, decoder, rng = admitted(run), run.decoder(run.config), random.Random(5)
     made = dict.fromkeys(rows, 0)
     tokens = {live.row: list(live.result.tokens) for live in run.running}
@@ -86,7 +86,7 @@ def test_drawn_tokens_do_not_depend_on_seams_or_company(cudagraph, sampling):
         engine(tree, sampling=sampling).generate([Request(p, 20, sampling=DRAWN)])[0].tokens
         for p in PROMPTS[:3]
     ]
-    run = engine(tree, sampling=sampling, cudagraph=cudagraph)
+    run = engine(tree, sampling=sampling, cudagraph=cudagraph, buckets=(2, 5))
     mixed = [Request(p, 20, sampling=DRAWN) for p in PROMPTS[:3]]
     mixed.append(Request(PROMPTS[3], 20))  # a greedy one among them
     out = run.generate(mixed)
