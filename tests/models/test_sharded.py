@@ -21,18 +21,25 @@ from tests.ranks import LIMIT, PAIR, SIZE, needs_shards, on_ranks
 PAGE = Path(__file__).parents[2] / "docs" / "tensor_parallel.md"
 pytestmark = [needs_shards, pytest.mark.slow, pytest.mark.timeout(2 * LIMIT)]
 
-TEXTS = ["def read_config(path):", "import os\n", "class Point:\n    def", "for name in sorted("]
+TEXTS = ["def read_config(path):", "import os\n", "class Point:\n    def"]
 LIMITS = {"max_context_len": 256, "max_num_reqs": 2}
 CHAIN = SpecConfig(4, 1, 5, **LIMITS)
 TREE = SpecConfig(3, 4, 12, **LIMITS)
+# a second bucket runs the same twice; "plain" has both
+ONE_BUCKET = {"buckets": [2]}
 CASES = {
     "plain": (SpecConfig(0, 1, 1, **LIMITS), {}),
-    "chain": (CHAIN, {}),
-    "tree": (TREE, {}),
-    "pages": (SpecConfig(3, 4, 12, page_size=16, **LIMITS), {"cudagraph": "piecewise"}),
-    "halves": (TREE, {"tbo": True}),
-    "drawn": (SpecConfig(3, 1, 4, draft_sampling=True, **LIMITS), {}),
+    "chain": (CHAIN, ONE_BUCKET),
+    "tree": (TREE, ONE_BUCKET),
+    "pages": (
+        SpecConfig(3, 4, 12, page_size=16, **LIMITS),
+        {"cudagraph": "piecewise"} | ONE_BUCKET,
+    ),
+    "halves": (TREE, {"tbo": True} | ONE_BUCKET),
+    "drawn": (SpecConfig(3, 1, 4, draft_sampling=True, **LIMITS), ONE_BUCKET),
 }
+# a tree is among them, too
+FUSED = ["chain", "pages"]
 
 
 def load(tp_plan: str | None = None):
@@ -41,7 +48,7 @@ def load(tp_plan: str | None = None):
     return target.with_features(head.features), head
 
 
-def requests_for(target, count: int = 8) -> list[Request]:
+def requests_for(target, count: int = 6) -> list[Request]:
     """Greedy ones and ones that draw; more than there are rows."""
     how = [SamplingParams(), SamplingParams(0.7, seed=3), SamplingParams(1.0, 20, 0.9, seed=4)]
     return [
@@ -109,7 +116,7 @@ def small_model(rank: int, folder: Path, heads: int, kv_heads: int, **more) -> P
 def work(rank: int, folder: Path) -> dict:
     target, head = load("auto")
     found = {"tokens": {name: tokens_of(target, head, name) for name in CASES}}
-    engine = Engine(target, head, CHAIN)
+    engine = Engine(target, head, CHAIN, **ONE_BUCKET)
     found["heads"] = [
         (layer.num_qo_heads, layer.num_kv_heads)
         for slot in (engine.target, engine.draft)
@@ -121,13 +128,13 @@ def work(rank: int, folder: Path) -> dict:
         assert rank == 0, "rank 1 might choose something else"
         return observed.configs[-1]
 
-    adaptive = Engine(target, head, CHAIN, configs=[TREE], policy=policy)
+    adaptive = Engine(target, head, CHAIN, configs=[TREE], policy=policy, **ONE_BUCKET)
     results = adaptive.generate(requests_for(target))
     found["adaptive"] = [result.tokens for result in results]
     found["used"] = [adaptive.configs.used[config] for config in (CHAIN, TREE)]
     logits = text_logits(target)
     fused, _ = fuse(target, head)
-    found["fused"] = {name: tokens_of(fused, head, name) for name in ("chain", "tree", "pages")}
+    found["fused"] = {name: tokens_of(fused, head, name) for name in FUSED}
     found["named"] = type(fused).__name__
     # its weights are views of the fused ones
     found["unchanged"] = torch.equal(text_logits(target), logits)
@@ -155,6 +162,8 @@ def work(rank: int, folder: Path) -> dict:
     program = program.replace("path/to/", f"{PAIR}/")
     # ranks round sums otherwise than one process, which shows in 16 bits
     program = program.replace('"auto")', '"auto", dtype=torch.float32)')
+    # fewer buckets and tokens
+    program = program.replace("_len=512)", "_len=512, max_num_reqs=1)").replace("=64)", "=24)")
     names = {"torch": torch}
     exec(compile(program, PAGE.name, "exec"), names)
     found["page"] = names["result"].tokens
@@ -180,7 +189,8 @@ def test_two_ranks_write_what_one_process_writes(found, whole, name):
 
 
 def test_rank_0_chooses_the_config_for_all(found, whole):
-    engine = Engine(*whole, CHAIN, configs=[TREE], policy=lambda observed: observed.configs[-1])
+    options = {"configs": [TREE], "policy": lambda observed: observed.configs[-1]} | ONE_BUCKET
+    engine = Engine(*whole, CHAIN, **options)
     assert found["adaptive"] == [out.tokens for out in engine.generate(requests_for(whole[0]))]
     assert found["used"] == [0, engine.configs.used[TREE]]
 
@@ -190,7 +200,7 @@ def test_a_rank_has_its_own_heads_of_the_target_and_all_of_the_draft(found, whol
     assert found["kv"] * SIZE == Engine(*whole, CHAIN).target.pool.k.numel()
 
 
-@pytest.mark.parametrize("name", ["chain", "tree", "pages"])
+@pytest.mark.parametrize("name", FUSED)
 def test_fused_shards_write_what_one_process_writes(found, whole, name):
     assert found["named"] == "FusedTarget"
     assert found["fused"][name] == tokens_of(*whole, name)
@@ -225,7 +235,7 @@ def test_an_engine_serves_after_a_refusal(found, whole):
 
 def test_the_program_of_the_page_writes_what_one_process_writes(found, whole):
     ids = whole[0].tokenizer("def fibonacci(n):").input_ids
-    assert found["page"] == Engine(*whole, CHAIN).generate([Request(ids, 64)])[0].tokens
+    assert found["page"] == Engine(*whole, CHAIN).generate([Request(ids, 24)])[0].tokens
 
 
 def test_heads_that_ranks_cannot_share_are_refused(found):
@@ -236,7 +246,7 @@ def test_heads_that_ranks_cannot_share_are_refused(found):
 
 def die(rank: int, folder: Path) -> str:
     target, head = load("auto")
-    engine = Engine(target, head, CHAIN)
+    engine = Engine(target, head, CHAIN, buckets=[1])
     calls = []
 
     def on_tokens(index, tokens):
