@@ -30,7 +30,7 @@ SIZES = {
     "num_hidden_layers": 2,
 }
 ROOT = Path(__file__).parent.parent.parent
-CELL = cells.Cell(cells.SMALL, 3, (5, 15), (6, 20), 9)
+CELL = cells.Cell(cells.SMALL, 3, (5, 15), (6, 14), 7)
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,9 @@ def test_first_tokens_of_requests_alone_are_timed_unwatched():
 
 def test_the_first_token_of_a_line_is_what_a_caller_of_one_request_waits_for(monkeypatch, capsys):
     asked = []
-    monkeypatch.setitem(cells.CELLS, "first-token-1.5b", replace(CELL, at_once=1, count=3))
+    few = replace(CELL, answers=(3, 5), count=3)
+    monkeypatch.setitem(cells.CELLS, "first-token-1.5b", replace(few, at_once=1))
+    monkeypatch.setitem(cells.CELLS, "1.5b-32", few)
     seconds = lambda made, requests: asked.append(requests) or [30.0, 10.0, 20.0]  # noqa: E731
     monkeypatch.setattr(command, "first_tokens", seconds)
     words = ["--dtype", "float32", "--cells"]
@@ -214,7 +216,8 @@ def test_prompts_of_a_file(tmp_path):
 def test_the_command_measures_the_shipped_pair_and_sets_sides_beside_each_other(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setitem(cells.CELLS, "pair-4", cells.Cell(cells.SHIPPED, 2, (8, 12), (8, 12), 5))
+    monkeypatch.setitem(cells.CELLS, "pair-4", cells.Cell(cells.SHIPPED, 2, (8, 12), (6, 8), 3))
+    monkeypatch.setattr(command, "CHECKED", 2)
     words = ["--cells", "1.5b-32,pair-4", "--dtype", "float32", "--out", str(tmp_path)]
     command.main([*words, "--rounds", "2", "--label", "old", "--commit", "abc"])
     command.main([*words[2:], "--cells", "pair-4", "--drafts", "lookup,eagle3", "--label", "new"])
@@ -270,11 +273,12 @@ def words(monkeypatch):
     return 3000
 
 
-def loaded_with(cell, draft, dtype=torch.float32):
-    load = cells.loader(cell.model, torch.device("cpu"), dtype)
+def loaded_with(cell, draft):
+    load = cells.loader(cell.model, torch.device("cpu"), torch.float32)
     made, lowest = cells.engine_of(load, [cell], cells.DRAFTS[draft])
     assert not lowest
-    return client.load(made, cell.requests(made.target.model.vocab_size, 0), 3, seconds=600)
+    requests = cell.requests(made.target.model.vocab_size, 0)
+    return client.load(made, requests, cell.at_once, seconds=600)
 
 
 def gained(text, kept, steps):
@@ -326,7 +330,7 @@ def test_drafts_gain_on_written_texts_about_what_they_gain_on_humaneval(words, d
         and (line["by"], line["batch"], line["temperature"]) == ("specattn", 32, 0.0)
     )
     if draft == "lookup":
-        texts = loaded_with(replace(cell, count=40), draft).texts
+        texts = loaded_with(replace(cell, count=20, at_once=10), draft).texts
         lens = [count for text in texts for count in text.accept_lens]
     else:
         kept, depth = written.Written(words, chosen.share).kept, chosen.setting.shape[0]
