@@ -192,7 +192,7 @@ def in_float64(model: nn.Module) -> nn.Module:
     ],
 )
 def test_fused_and_unfused_compute_the_quantised_model(tiny, dense, family, kind) -> None:
-    model = tiny(family, **SHAPE)
+    model = tiny(family, **SHAPE | {"num_hidden_layers": 2})
     quantise_model(model, kind)
     source = HFTarget.from_model(model)
     target = FusedTarget.from_target(source)
