@@ -217,6 +217,15 @@ def test_requests_come_go_and_give_their_rows_to_others(one, guesses) -> None:
 PHASES = ("begin", "draft", "verify", "process", "accept", "commit", "extend", "advance")
 
 
+def goes_on(run, kept, results, texts) -> None:
+    """A failed step has left what lies by row, and requests write the same texts."""
+    for name, part in run.target.by_row().items():
+        assert torch.equal(part, kept[name]), name
+    while run.num_running:
+        run.step()
+    assert [result.tokens for result in results] == texts
+
+
 @pytest.mark.parametrize("phase", PHASES[:-1])
 @pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
 def test_a_half_that_fails_undoes_no_other(one, guesses, monkeypatch, phase, cudagraph) -> None:
@@ -239,11 +248,7 @@ def test_a_half_that_fails_undoes_no_other(one, guesses, monkeypatch, phase, cud
         patch.setattr(torch.Tensor, "clone", None)
         with pytest.raises(RuntimeError, match="no more"):
             run.step()
-    for name, part in run.target.by_row().items():
-        assert torch.equal(part, kept[name]), name
-    while run.num_running:
-        run.step()
-    assert [result.tokens for result in results] == texts
+    goes_on(run, kept, results, texts)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -265,11 +270,7 @@ def test_a_step_that_fails_has_not_happened(one, guesses, monkeypatch, phase) ->
         patch.setattr(Step, phase, breaks)
         with pytest.raises(RuntimeError, match="no more"):
             run.step()
-    for name, part in run.target.by_row().items():
-        assert torch.equal(part, kept[name]), name
-    while run.num_running:
-        run.step()
-    assert [result.tokens for result in results] == texts
+    goes_on(run, kept, results, texts)
 
 
 @pytest.mark.parametrize("phase", PHASES)
