@@ -40,7 +40,7 @@ def numbers_of(one: ScaledRows | ScaledWeight) -> torch.Tensor:
     """What is held, in float64, each scale looked up by its row and column."""
     scale = one.scale.double().cpu()
     if isinstance(one, ScaledRows):
-        terms = one.values.double().cpu()[:, : len(scale)]
+        terms = one.values[:, : len(scale)].double().cpu()
         numbers = terms[0] + (terms[1] / 16 if len(terms) == 2 else 0)
         height = 1
     else:
