@@ -33,33 +33,11 @@ nothing else than what is installed there.
 
 """
 #: Why the tests failed that the records name, by test.
-_UNSEEN = "prompts that a graph replays call no forward of the target; it records none since"
-REASONS: dict[str, str] = {
-    "tests/kernels/attention/test_shared_attention.py::test_batches_share_a_kernel": (
-        "a kernel had two variants, by whether a number is a multiple of 16; it has one since"
-    ),
-    "tests/speculative/test_cold_captures.py::test_nor_does_a_gpu_compile_while_it_captures": (
-        "two kernels of prompts' graphs were compiled by their captures; since, sizes that have "
-        "kernels of their own are looked at before, and the test passes with torch 2.11"
-    ),
-    "tests/speculative/test_prompt_graphs.py::test_requests_with_processors_wait_for_nothing": (
-        "the first request waited for the device where its level was captured already; it does "
-        "not since"
-    ),
-    "tests/speculative/test_standalone.py::test_a_shared_prefix_drafts_as_a_cold_one": _UNSEEN,
-    "tests/speculative/test_tbo_step.py::test_recorded_halves_gain_what_an_unsplit_step_does": (
-        _UNSEEN
-    ),
-    "tests/speculative/test_prefill.py::test_admitting_requests_waits_for_nothing_on_the_device": (
-        "it proved its watch by an assignment that torch 2.15 makes without waiting; by a read "
-        "since"
-    ),
-}
 _LEFT_OUT = (
     "the `sgl_kernel` 0.4.10 that was installed had been packed without its kernels of FlashMLA, "
     "and without those of FlashAttention 3 that this asks for"
 )
-REASONS |= {
+REASONS = {
     f"tests/{name}": _LEFT_OUT
     for name in (
         "backends/test_fa3.py::test_float16_and_groups_of_seven",
@@ -77,11 +55,9 @@ REASONS |= {
 COLUMNS = ("torch", "triton", "numpy", "transformers", "sglang")
 TRITON = """
 - **The GPU suite** with torch 2.11 has FlashInfer, FlashAttention 3 and FlashMLA; with newer ones
-  FlashInfer. Of torch 2.15, three tests of `flex` on the command line were cut off. Of a source
-  of 2026-11-29 torch 2.15 ran three quarters of the suite before its time was up:
-  6,352 passed, 200 skipped, none failed. Four modules of
-  torch 2.14.1's (`test_libraries`, `test_fa3`, `test_flashmla`, `test_blackwell`) ran again without
-  `sgl_kernel`: 360 passed, 65 skipped, none failed.
+  FlashInfer. Those of 2.11 and 2.15 are whole runs of one source, that of 2.14.1 is of an older
+  one. Four of its modules (`test_libraries`, `test_fa3`, `test_flashmla`, `test_blackwell`) ran
+  again without `sgl_kernel`: 360 passed, 65 skipped, none failed.
 - **torch 2.15 with Triton 3.9** (CUDA 13.2's NVRTC and runtime): of 28 cells of the bench's quick
   set that this library serves itself, one was over 3 % slower than with torch 2.11 and Triton 3.6:
   `8 x 8k tree 8-7-64`, 131.8 us for 123.3, by the schedule of its ptxas 13.4 (121.9 us with that of
