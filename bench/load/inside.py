@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 LOOPS: dict[str, dict[str, Any]] = {
     "transformers": {},
     "custom_generate": {"custom_generate": specattn.generate},
+    "custom_generate, not fused": {"custom_generate": specattn.generate, "fused": False},
 }
 
 
@@ -46,7 +47,7 @@ def measured(
 ) -> Iterator[Line]:
     """Yield a line per loop and round: of every prompt alone, when its first token came.
 
-    Texts are greedy. How many begin alike in both loops is said, too; before anything is timed each
+    Texts are greedy. How many begin as transformers' do is said, too; before anything is timed each
     loop has run one of them.
     """
     torch.manual_seed(seed)

@@ -250,7 +250,7 @@ def test_first_tokens_inside_transformers(monkeypatch, tmp_path, capsys):
     command.main([*words, "--rounds", "2"])
     lines = figures.read(tmp_path / "load.jsonl")
     loops = [(line["client"], line["round"], line["equal_first"]) for line in lines]
-    both = "transformers", "custom_generate"
+    both = "transformers", "custom_generate", "custom_generate, not fused"
     assert loops == [(loop, turn, 3) for turn in (0, 1) for loop in both]
     assert all(0 < line["ttft_ms"] <= line["ttft_p99_ms"] for line in lines)
     assert "custom_generate" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import weakref
 
 import pytest
@@ -14,9 +15,10 @@ from transformers.generation import BaseStreamer, StoppingCriteria
 import specattn
 from specattn import SpecConfig
 from specattn.errors import ModelError, SpecAttnError, UnsupportedError
-from specattn.integrations.transformers import release, serving
+from specattn.integrations.transformers import _Columns, release, serving
 from specattn.integrations.transformers.processors import PrefixGrammar
 from specattn.models import HFTarget, LMDraft, load_draft, quantise_model
+from specattn.models.fused.family import FAMILIES
 from specattn.models.fused.scaled import ScaledProjection
 from specattn.models.hub import PAIR
 from specattn.speculative.prompts.launch import ADMIT, TARGET, Phase, PromptPart
@@ -99,6 +101,7 @@ def test_greedy_tokens_are_those_of_transformers(model_type, drafted, head):
     for rows in (1, 4):
         want = model.generate(**prompts(rows), **options)
         assert torch.equal(ours(model, prompts(rows), **options, **drafts), want)
+    assert serving.SERVED[model].is_fused == (model_type in FAMILIES)
     assert (want[:, -1] == PAD).any(), "no row ended before another"
     # transformers goes on after the padding there; from a row's last token, the side is nothing
     right = ours(model, prompts(rows, "right"), **options, **drafts)
@@ -504,21 +507,150 @@ def test_a_model_that_is_refused_is_left_as_it_was():
     assert model.config._attn_implementation == before
 
 
-def test_no_weight_is_copied(model, head):
+@pytest.mark.parametrize("fused", [True, False])
+def test_no_weight_is_held_twice(model, head, fused):
     with torch.no_grad():  # other tests have models of this seed
         for parameter in model.parameters():
-            parameter.mul_(1.0173)
-    weights = {name: one.data_ptr() for name, one in model.named_parameters()}
-    ours(model, prompts(3), max_new_tokens=5, draft=head)
-    assert {name: one.data_ptr() for name, one in model.named_parameters()} == weights
+            parameter.mul_(1.0173 + fused)
+    parameters, before = dict(model.named_parameters()), model.state_dict()
+    memory = {name: one.data_ptr() for name, one in before.items()}
+    before = {name: one.clone() for name, one in before.items()}
+    for _ in range(2):
+        ours(model, prompts(3), max_new_tokens=5, draft=head, fused=fused)
+    assert serving.SERVED[model].is_fused == fused
+    for name, one in model.named_parameters():
+        assert one is parameters[name]
+        assert one.requires_grad
+        assert (one.data_ptr() != memory[name]) == (fused and name.split(".")[-2] in PACKED), name
+    assert all(torch.equal(one, before.pop(name)) for name, one in model.state_dict().items())
     # other tests may have left tensors of torch's compiler, which have no memory
     kinds = torch.Tensor, torch.nn.Parameter
     others = [one for one in gc.get_objects() if type(one) in kinds]
-    for name, weight in model.named_parameters():
+    for name, weight in parameters.items():
         for other in others:
             alike = (other.shape, other.dtype) == (weight.shape, weight.dtype)
             if alike and other.data_ptr() != weight.data_ptr():
                 assert not torch.equal(other, weight), name
+
+
+PACKED = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+
+
+@pytest.mark.parametrize(("model_type", "again"), [("llama", 1), ("gemma3_text", 2)])
+def test_a_model_that_is_trained_between_calls(model_type, again, made):
+    """Fused layers read what an optimizer writes; sums of norms' weights are made anew."""
+    model = build(model_type, eos_token_id=None, tie_word_embeddings=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    texts = []
+    for _ in range(2):
+        want = model.generate(**prompts(3), max_new_tokens=NEW)
+        assert torch.equal(ours(model, prompts(3), max_new_tokens=NEW), want)
+        texts.append(want.tolist())
+        for one in model.parameters():
+            one.grad = torch.randn_like(one)
+        optimizer.step()
+    assert texts[0] != texts[1]
+    assert serving.SERVED[model].is_fused
+    assert len(made) == again
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def of_another_class(model):
+    model.model.layers[1].mlp.down_proj.__class__ = Doubled
+
+
+def with_a_forward(model):
+    norm = model.model.layers[1].input_layernorm
+    forward = norm.forward
+    norm.forward = lambda x: -forward(x)
+
+
+def hooked(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda part, args, out: out * 2)
+
+
+def hooked_before(model):
+    model.lm_head.register_forward_pre_hook(lambda part, args: (-args[0],))
+
+
+def flattened(model):
+    """As trainers that keep all parameters in one buffer."""
+    flat = torch.cat([one.detach().flatten() for one in model.parameters()])
+    for one, part in zip(
+        model.parameters(), flat.split([one.numel() for one in model.parameters()]), strict=True
+    ):
+        one.data = part.view_as(one)
+
+
+class Odd(torch.Tensor):
+    """A kind of weights of its own."""
+
+
+def of_another_kind(model):
+    gate = model.model.layers[2].mlp.gate_proj
+    gate.weight = torch.nn.Parameter(gate.weight.detach().as_subclass(Odd))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (of_another_class, r"model.layers.1.mlp.down_proj \(Doubled\) is a module of tests"),
+        (with_a_forward, r"model.layers.1.input_layernorm \(.*\) has a forward of its own"),
+        (hooked, r"model.layers.0.mlp \(LlamaMLP\) has a forward hook"),
+        (hooked_before, r"lm_head \(Linear\) has a forward hook"),
+        (flattened, "weights of model.layers.0 lie in memory that holds others, too"),
+        (of_another_kind, r"model.layers.2.mlp.gate_proj \(Linear\) has a Odd"),
+    ],
+)
+def test_what_a_fused_form_would_pass_over_is_run(model, change, why, caplog):
+    plain = model.generate(**prompts(3), max_new_tokens=NEW)
+    change(model)
+    held = [one.data_ptr() for one in model.parameters()]
+    want = model.generate(**prompts(3), max_new_tokens=NEW)
+    assert torch.equal(plain, want) == (change in (flattened, of_another_kind))
+    with caplog.at_level("INFO", "specattn"):
+        assert torch.equal(ours(model, prompts(3), max_new_tokens=NEW), want)
+    assert not serving.SERVED[model].is_fused
+    assert re.search(f"LlamaForCausalLM is not fused: {why}", caplog.text)
+    assert [one.data_ptr() for one in model.parameters()] == held
+
+
+def test_a_form_may_be_asked_for_in_turn(model, made):
+    want = model.generate(**prompts(3), max_new_tokens=NEW)
+    for fused in (True, False, False, True):
+        assert torch.equal(ours(model, prompts(3), max_new_tokens=NEW, fused=fused), want)
+        assert serving.SERVED[model].is_fused == fused
+    assert len(made) == 3
+
+
+def test_a_fused_model_is_not_touched(model, head, monkeypatch):
+    """After the first call, which looks at it."""
+    ours(model, prompts(3), max_new_tokens=3, draft=head)
+
+    def touched(*_, **__):
+        raise AssertionError
+
+    model.set_attn_implementation = model.eval = model.forward = touched
+    served = serving.SERVED[model]
+    for _ in range(2):
+        ours(model, prompts(3), max_new_tokens=3, draft=head)
+        ours(model, prompts(3), max_new_tokens=3)
+    assert serving.SERVED[model] is served
+
+
+def test_a_fused_model_is_saved_whole(model, tmp_path):
+    want = ours(model, prompts(3), max_new_tokens=NEW)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(ours(again, prompts(3), max_new_tokens=NEW), want)
+    assert serving.SERVED[again].is_fused
+    release(again)
+    assert torch.equal(ours(again, prompts(3), max_new_tokens=NEW), want)
+    assert serving.SERVED[again].is_fused
 
 
 def test_logits_that_are_not_finite_end_the_call(model):
@@ -695,3 +827,26 @@ def test_chunks_inside_transformers_are_recorded():
     model.generate(ids, max_new_tokens=3, custom_generate=specattn.generate)
     ((engine, _),) = serving.SERVED[model].engines.values()
     assert engine._admission.prompts.targets.recorded(TARGET)
+
+
+@pytest.mark.gpu
+def test_a_step_that_is_ahead_is_not_waited_for(monkeypatch):
+    """Tokens that came are handed on from the host."""
+    model, inputs = build().cuda(), {name: one.cuda() for name, one in prompts(3).items()}
+    take, seen = _Columns.take, []
+
+    def watched(self, results):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            seen.append(take(self, results))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return seen[-1]
+
+    monkeypatch.setattr(_Columns, "take", watched)
+    want, found = Streamed(), Streamed()
+    model.generate(**inputs, max_new_tokens=NEW, streamer=want)
+    out = ours(model, inputs, max_new_tokens=NEW, streamer=found)
+    assert out.is_cuda
+    assert found.given == want.given
+    assert len(seen) > 2

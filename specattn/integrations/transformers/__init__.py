@@ -55,6 +55,7 @@ def generate(  # noqa: PLR0913 - as its docstring says
     draft_quantization: str | None = None,
     spec_config: SpecConfig | None = None,
     backend: str = "auto",
+    fused: bool = True,
     **kwargs: Any,
 ) -> Any:
     """Generate as ``model.generate`` does, with speculative decoding.
@@ -91,6 +92,9 @@ def generate(  # noqa: PLR0913 - as its docstring says
         The call itself decides ``max_context_len`` and ``max_num_reqs``.
     backend : str
         Attention backend; see `choose_backend`.
+    fused : bool
+        Whether steps may run the [fused form](../models.md#fused-models) of the model, where there
+        is one: its layers' weights are packed, once, and become views of that.
     **kwargs
         More arguments of ``model.generate``, ``assistant_model`` among them: a whole model that
         drafts, with the tokenizer of ``model``.
@@ -125,6 +129,7 @@ def generate(  # noqa: PLR0913 - as its docstring says
         "draft_quantization": draft_quantization,
         "spec_config": spec_config,
         "backend": backend,
+        "fused": fused,
     }
     if _call_of(generation_config) is not None:
         return _decode(model, input_ids, **own, **kwargs)
@@ -161,6 +166,7 @@ def _decode(  # noqa: PLR0913 - as its docstring says
     draft_quantization: str | None = None,
     spec_config: SpecConfig | None = None,
     backend: str = "auto",
+    fused: bool = True,
     **model_kwargs: Any,
 ) -> Any:
     """Run the decoding loop of a call that transformers has prepared."""
@@ -184,7 +190,7 @@ def _decode(  # noqa: PLR0913 - as its docstring says
     requests = _requests(input_ids, model_kwargs.get("attention_mask"), sampling, ends, least)
     grammars = grammars_of(logits_processor, input_ids, ends.eos)
     requests = [replace(one, grammar=make) for one, make in zip(requests, grammars, strict=True)]
-    with borrowed(*models):
+    with borrowed(*models, fused=fused):
         engine = SERVED[model].engine(
             model, drafting, backend, len(requests), ends.max_length, own=tuple(own)
         )
@@ -245,7 +251,9 @@ class _Columns:
     def __init__(self, input_ids: Tensor, ends: Ends, streamer: Any) -> None:
         self._ends, self._streamer = ends, streamer
         self._prompt_len = self._len = input_ids.shape[1]
-        self._ids = input_ids.new_zeros(len(input_ids), ends.max_length)
+        self._device = input_ids.device
+        # on the host: what is written to a device waits for the step that is ahead there
+        self._ids = input_ids.new_zeros(len(input_ids), ends.max_length, device="cpu")
         self._ids[:, : self._len] = input_ids
         self.ended = [False] * len(input_ids)
 
@@ -259,9 +267,10 @@ class _Columns:
             self._ids[:, self._len] = tokens
             self._len += 1
             if self._streamer is not None:
-                self._streamer.put(tokens.cpu())
-            ids = self._ids[:, : self._len]
-            stops = self._ends.others(ids, None).tolist() if self._ends.others else self.ended
+                self._streamer.put(tokens)
+            stops = self.ended
+            if self._ends.others:
+                stops = self._ends.others(self._so_far(), None).tolist()
             full = self._len >= self._ends.max_length
             self.ended = [
                 full or ended or stop or token in self._ends.eos
@@ -293,7 +302,10 @@ class _Columns:
         """Return the ids, and tell the streamer that they are all."""
         if self._streamer is not None:
             self._streamer.end()
-        return self._ids[:, : self._len]
+        return self._so_far()
+
+    def _so_far(self) -> Tensor:
+        return self._ids[:, : self._len].to(self._device)
 
 
 def _run(engine: Engine, requests: Sequence[Request], columns: _Columns) -> Tensor:

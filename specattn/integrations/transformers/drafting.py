@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from os import PathLike
@@ -25,7 +26,14 @@ from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
 from specattn.speculative.proposers.proposer import ProposerFactory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
+
+    from specattn.models import FusedTarget
+
+    #: A model as it was read, and what steps run: the same, or its fused form.
+    Models = tuple[HFTarget, HFTarget | FusedTarget]
 
 # drafts that read features of the target
 _HEADS = EagleHead | Eagle3Head | DFlashHead | MtpHead
@@ -124,15 +132,15 @@ class Drafting:
             draft = str(self.draft) if named else id(self.draft)
         return draft, self.max_ngram, self.spec, self.quantization
 
-    def load(self, target: HFTarget, model: Any) -> Any:
+    def load(self, target: HFTarget, assistant: Models | None) -> Any:
         """Return the draft as `Engine` takes it, or None.
 
         Parameters
         ----------
         target : HFTarget
             The target.
-        model : PreTrainedModel
-            Its model, which may be its own assistant.
+        assistant : tuple or None
+            The ``assistant`` as it was read, and what steps run; it may be the target.
 
         Raises
         ------
@@ -142,8 +150,10 @@ class Drafting:
         if not self.spec.num_steps:
             return None
         draft = _loaded(self.draft, target, self.quantization)
-        if self.assistant is not None:
-            draft = _assistant(self.assistant, target, is_target=self.assistant is model)
+        if assistant is not None:
+            read, runs = assistant
+            with blaming_assistant(self.assistant, target.device):
+                draft = replace(lm_draft(read, target), model=runs)
         if not self.max_ngram:
             return draft
         if draft is None:
@@ -163,9 +173,22 @@ def _chain(draft: Any, assistant: Any, lookup: int | None) -> SpecConfig:
     return SpecConfig().plain() if draft is None and assistant is None else SpecConfig()
 
 
-def weights_of(model: Any) -> tuple[tuple[int, torch.dtype], ...]:
-    """Return where a model's weights lie: other weights lie elsewhere."""
-    return tuple((one.data_ptr(), one.dtype) for one in chain(model.parameters(), model.buffers()))
+def weights_of(model: Any, *, written: bool = False) -> tuple[object, ...]:
+    """Return where a model's weights lie: other weights lie elsewhere.
+
+    With ``written``, weights that were written to since are others, too.
+    """
+    found: list[object] = []
+    parts = [model]
+    # every call comes here: a walk by `Module.parameters` takes four times as long
+    for part in parts:
+        parts += filter(None, part._modules.values())
+        for one in chain(part._parameters.values(), part._buffers.values()):
+            if one is not None:
+                found += one.data_ptr(), one.dtype
+                if written and not one.is_inference():
+                    found.append(one._version)
+    return tuple(found)
 
 
 def target_of(model: Any) -> HFTarget:
@@ -173,7 +196,7 @@ def target_of(model: Any) -> HFTarget:
     return HFTarget(weakref.proxy(model), probe_layers(model), name=model.name_or_path)
 
 
-def features_for(target: HFTarget, draft: Any) -> HFTarget:
+def features_for(target: HFTarget | FusedTarget, draft: Any) -> HFTarget | FusedTarget:
     """Return a target that gives what a draft reads."""
     behind = draft.draft if isinstance(draft, LookupFirst) else draft
     return target.with_features(behind.features) if isinstance(behind, _HEADS) else target
@@ -203,17 +226,16 @@ def _loaded(draft: Any, target: HFTarget, quantization: str | None) -> Any:
     return load_draft(PAIR / "draft", target, quantization=quantization)
 
 
-def _assistant(model: Any, target: HFTarget, *, is_target: bool) -> Any:
-    """Return an assistant as a draft, which does not keep it alive."""
-    if model.device != target.device:
+@contextmanager
+def blaming_assistant(model: Any, device: torch.device) -> Iterator[None]:
+    """Say of errors that they are about an ``assistant_model``."""
+    if model.device != device:
         raise ModelError(
             "assistant_model",
-            f"assistant_model must be on the model's device, {target.device}, got {model.device}",
+            f"assistant_model must be on the model's device, {device}, got {model.device}",
         )
     try:
-        if is_target:
-            return lm_draft(target, target)
-        return lm_draft(target_of(model), target)
+        yield
     except RecurrentModelError as error:
         why = recurrent(f"a model of type {model.config.model_type!r}")
         raise ModelError("assistant_model", f"assistant_model: {why}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specattn.engine.engine import Engine
-from specattn.integrations.transformers.drafting import features_for, target_of, weights_of
+from specattn.integrations.transformers.drafting import (
+    blaming_assistant,
+    features_for,
+    target_of,
+    weights_of,
+)
+from specattn.integrations.transformers.fusing import fused_or_own, has_copies
 from specattn.kernels.launch import power_of_2
+from specattn.models import FusedTarget
 from specattn.models.interface import INTERFACE, ModelState
 from specattn.models.mixers import supply_mixers
 
@@ -20,8 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from specattn.config import SpecConfig
-    from specattn.integrations.transformers.drafting import Drafting
-    from specattn.models import HFTarget
+    from specattn.integrations.transformers.drafting import Drafting, Models
     from specattn.speculative.sampling.logits_processor import LogitsProcessor
 
 # The last settings of a model for which pools and graphs are kept.
@@ -30,10 +36,11 @@ _SHORTEST_CONTEXT = 256
 
 
 @contextmanager
-def borrowed(*models: Any) -> Iterator[None]:
+def borrowed(*models: Any, fused: bool) -> Iterator[None]:
     """Keep models from other calls, and let them attend through this library.
 
     They are in evaluation mode. Whatever ends the block, each gets its attention and its mode back.
+    A model that runs ``fused`` is not touched.
 
     Raises
     ------
@@ -41,15 +48,23 @@ def borrowed(*models: Any) -> Iterator[None]:
         If another call has one of them.
     """
     with ExitStack() as stack:
-        _borrow(stack, models)
+        _borrow(stack, models, fused=fused)
         yield
 
 
 # a function: an interrupt in a loop of the `with` itself may go past the stack
-def _borrow(stack: ExitStack, models: Sequence[Any]) -> None:
+def _borrow(stack: ExitStack, models: Sequence[Any], *, fused: bool) -> None:
     for model in dict.fromkeys(models):
-        stack.enter_context(_alone(SERVED.setdefault(model, Served()).lock))
-        stack.enter_context(_attending(model))
+        served = SERVED.setdefault(model, Served())
+        stack.enter_context(_alone(served.lock))
+        served.forget_others(model, fused=fused)
+        if model.device.type == "cuda":
+            stack.enter_context(torch.cuda.device(model.device))
+        # tensors that are kept must not be those of somebody's inference mode
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if not served.is_fused:
+            stack.enter_context(_attending(model))
 
 
 @contextmanager
@@ -65,26 +80,67 @@ def _alone(lock: Any) -> Iterator[None]:
 @contextmanager
 def _attending(model: Any) -> Iterator[None]:
     before = ModelState.of(model)
-    place = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
     try:
         model.eval()
         model.set_attn_implementation(INTERFACE)
         supply_mixers(model)
-        # tensors that are kept must not be those of somebody's inference mode
-        with place, torch.inference_mode(False), torch.no_grad():
-            yield
+        yield
     finally:
         before.restore(model)
 
 
 @dataclass(eq=False)
 class Served:
-    """What is kept for a model, not the model itself."""
+    """What is kept for a model, not the model itself.
+
+    Parameters
+    ----------
+    lock : Lock
+        Held by the call that has the model.
+    models : tuple or None
+        The model as it was read, and what steps run: the same, or its fused form.
+    fused : bool
+        Whether a fused form was asked for.
+    weights : tuple
+        Of which these were made.
+    engines : dict
+        By settings, each with its draft.
+    """
 
     lock: Any = field(default_factory=Lock)
-    target: HFTarget | None = None
-    weights: tuple[tuple[int, torch.dtype], ...] = ()
+    models: Models | None = None
+    fused: bool = False
+    weights: tuple[object, ...] = ()
     engines: dict[object, tuple[Engine, Any]] = field(default_factory=dict)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether steps run a fused form."""
+        return self.models is not None and isinstance(self.models[1], FusedTarget)
+
+    def forget_others(self, model: Any, *, fused: bool) -> None:
+        """Forget what is of other weights, or of another form."""
+        if fused != self.fused or self.weights != self._weights_of(model):
+            self.engines.clear()
+            self.models, self.fused = None, fused
+
+    def read(self, model: Any) -> Models:
+        """Return the model as it is read, and what steps run.
+
+        Raises
+        ------
+        ModelError
+            If the model cannot be served.
+        """
+        if self.models is None:
+            target = target_of(model)
+            self.models = target, fused_or_own(target, model) if self.fused else target
+            # of a fused form they lie elsewhere
+            self.weights = self._weights_of(model)
+        return self.models
+
+    def _weights_of(self, model: Any) -> tuple[object, ...]:
+        return weights_of(model, written=self.is_fused and has_copies(model.config))
 
     def engine(
         self,
@@ -118,18 +174,19 @@ class Served:
         ModelError
             If the model cannot be served, or there is no such draft for it.
         """
-        weights, spec = weights_of(model), drafting.spec
-        if self.target is None or weights != self.weights:
-            self.engines.clear()
-            self.target, self.weights = target_of(model), weights
+        spec, assistant = drafting.spec, None
+        target, runs = self.read(model)
+        if drafting.assistant is not None:
+            with blaming_assistant(drafting.assistant, target.device):
+                assistant = SERVED[drafting.assistant].read(drafting.assistant)
         key = (*drafting.key, backend, own)
         engine, head = self.engines.pop(key, (None, None))
-        limit = max(self.target.max_context_len, length, spec.reserve_len)
+        limit = max(target.max_context_len, length, spec.reserve_len)
         # two steps may be in flight
         context = min(length + 2 * spec.reserve_len, limit)
         sizes, have = (context, rows, _slots(spec, rows, context)), _room(engine)
         if engine is None or any(one < size for one, size in zip(have, sizes, strict=True)):
-            head = drafting.load(self.target, model) if head is None else head
+            head = drafting.load(target, assistant) if head is None else head
             while len(self.engines) >= _ENGINES_PER_MODEL:
                 del self.engines[next(iter(self.engines))]
             context = min(max(power_of_2(context), _SHORTEST_CONTEXT), limit)
@@ -138,7 +195,7 @@ class Served:
             # its memory is free before the larger one is made
             engine = None
             engine = Engine(
-                features_for(self.target, head),
+                features_for(runs, head),
                 head,
                 replace(spec, max_context_len=context, max_num_reqs=rows),
                 backend=backend,

@@ -155,8 +155,7 @@ class Projection:
             piece = self.rows(first, end)
             for name, view in (("weight", piece.weight), ("bias", piece.bias)):
                 if view is not None:
-                    shard = shard_like(view, module.weight)
-                    setattr(module, name, nn.Parameter(shard, requires_grad=False))
+                    _lend(module, name, view)
             first = end
 
 
@@ -189,6 +188,16 @@ class ModuleProjection(Projection):
         """Return the same module, of whose result fewer columns are wanted."""
         size = (self.out_features if end is None else end) - first
         return replace(self, first=self.first + first, size=size)
+
+
+def _lend(module: Any, name: str, view: Tensor) -> None:
+    """Make a parameter a view, and the same object if possible."""
+    held = getattr(module, name)
+    if type(held) is nn.Parameter and not held.is_inference():
+        held.data = view
+    else:
+        shard = shard_like(view, held)
+        setattr(module, name, nn.Parameter(shard, requires_grad=False))
 
 
 def gate_parts(parts: Tensor, dtype: torch.dtype, how: RowsFormat | None) -> Any:

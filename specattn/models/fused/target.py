@@ -214,7 +214,11 @@ def _reasons(target: HFTarget) -> Iterator[str]:
         return
     if getattr(config, "final_logit_softcapping", None):
         yield "logits are capped (final_logit_softcapping)"
-    for at, layer in enumerate(target.module.model.layers):
+    layers = getattr(target.module.model, "layers", None)
+    if layers is None:
+        yield f"a {type(target.module.model).__name__} has no layers of its own"
+        return
+    for at, layer in enumerate(layers):
         read = projections_of(layer)
         for name, part in read.items():
             yield from _odd(f"model.layers.{at}.{name}", part, sharded=sharded)
