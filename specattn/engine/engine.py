@@ -466,20 +466,16 @@ class Engine:
     @contextmanager
     def _one_thread(self) -> Iterator[None]:
         """Lock the engine for this thread, or raise a ValueError at once."""
-        lock = self._take_lock()
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def _take_lock(self) -> RLock:
         lock = self._lock
         if not lock.acquire(blocking=False):
             raise ValueError(
                 "an Engine must be called from one thread at a time: "
                 "a call of another thread has not returned"
             )
-        return lock
+        try:
+            yield
+        finally:
+            lock.release()
 
     @contextmanager
     def _change(self) -> Iterator[Callable[[], None]]:
@@ -487,9 +483,7 @@ class Engine:
 
         What is yielded takes the note back, for who undoes all.
         """
-        # not `_one_thread`: a manager in a manager takes twice as long, at every step and prompt
-        lock = self._take_lock()
-        try:
+        with self._one_thread():
             if self._changing:
                 raise ValueError(
                     "a call of this Engine was interrupted, or has not returned: call clear()"
@@ -501,8 +495,6 @@ class Engine:
                 self._changing = self.table.changing
                 raise
             self._changing = False
-        finally:
-            lock.release()
 
     def _put_right(self) -> None:
         self._changing = False
