@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ OWN = "own"
 #: SGLang with whole steps of ours over its modules, and with forwards fused over its weights;
 #: prompts by its best backend.
 STEPS, FUSED = "steps", "fused"
+#: How fused steps have their head quantised; the plug-in, which reads it, needs SGLang.
+QUANTIZATION_VARIABLE = "SPECATTN_SGLANG_DRAFT_QUANTIZATION"
 #: Every fourth of the 32 layers of Qwen3.5-9B attends; the sizes of its text model.
 INTERVAL = 4
 HYBRID: dict[str, Any] = {
@@ -137,6 +140,14 @@ class Job:
     @property
     def name(self) -> str:
         return "-".join(filter(None, (self.kind, self.side, self.setting, self.weights)))
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """What its lines say of models and GPUs, where that is not usual."""
+        draft = os.environ.get(QUANTIZATION_VARIABLE, "") if self.side == FUSED else ""
+        ranks = self.tp if self.tp > 1 else 0
+        said = {"weights": self.weights, "draft_weights": draft, "tp": ranks}
+        return {name: value for name, value in said.items() if value}
 
     def file(self, out: Path, ending: str) -> Path:
         """Return one of its files in the folder ``out``."""

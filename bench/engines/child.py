@@ -44,8 +44,7 @@ class Turn:
     def record(self, **found: Any) -> None:
         """Append a result."""
         line = {"kind": self.job.kind, "side": self.job.side, "setting": self.job.setting, **found}
-        if self.job.weights:
-            line["weights"] = self.job.weights
+        line |= self.job.stated
         line["start_s"] = self.start_seconds
         with self.job.file(self.out, "jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")

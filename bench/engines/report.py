@@ -36,8 +36,12 @@ def table(lines: list[Line]) -> str:
     cells: dict[tuple[str, int, int], dict[str, Line]] = {}
     for line in lines:
         if "ms" in line:
-            setting = f"{line['setting']} {line.get('weights', '')}".strip()
-            place = setting, line["batch"], line["context"]
+            said = [line["setting"], line.get("weights", "")]
+            if draft := line.get("draft_weights"):
+                said.append(f"draft {draft}")
+            if ranks := line.get("tp"):
+                said.append(f"on {ranks} GPUs")
+            place = " ".join(filter(None, said)), line["batch"], line["context"]
             cells.setdefault(place, {})[line["side"]] = line
     sides = [side for side in SIDES if any(side in cell for cell in cells.values())]
     ours = [side for side in OURS if side in sides]
