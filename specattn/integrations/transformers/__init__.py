@@ -93,8 +93,8 @@ def generate(  # noqa: PLR0913 - as its docstring says
     backend : str
         Attention backend; see `choose_backend`.
     fused : bool
-        Whether steps may run the [fused form](../models.md#fused-models) of the model, where there
-        is one: its layers' weights are packed, once, and become views of that.
+        Whether steps may run the model's fused form, where there is one (docs/transformers.md): the
+        first call packs its layers' weights, which become views of that.
     **kwargs
         More arguments of ``model.generate``, ``assistant_model`` among them: a whole model that
         drafts, with the tokenizer of ``model``.
