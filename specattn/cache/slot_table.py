@@ -422,22 +422,14 @@ class SlotTable(ReadOnly):
             room = min(len(held) * size, limit)
             pieces.append((row, column, room - column, 5 * len(grown) + begin, room))
             begin += count
-        staged = self._staging.write(np.array(pieces).T, pages)
-        if len(pieces) == size == 1:
-            # two copies take the host less than a launch: most prompts come alone
-            row, column, count, first, _ = pieces[0]
-            slots = self.req_to_token[row, column : column + count]
-            slots.copy_(staged[first : first + count], non_blocking=True)
-            self.reserved[row : row + 1].copy_(staged[4:5], non_blocking=True)
-        else:
-            write_slots(
-                staged,
-                self.req_to_token,
-                self.reserved,
-                pieces=len(pieces),
-                longest=max(piece[2] for piece in pieces),
-                page_size=size,
-            )
+        write_slots(
+            self._staging.write(np.array(pieces).T, pages),
+            self.req_to_token,
+            self.reserved,
+            pieces=len(pieces),
+            longest=max(piece[2] for piece in pieces),
+            page_size=size,
+        )
         self._staging.launched()
 
     def commit(self, row: int, length: int) -> None:
