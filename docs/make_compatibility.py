@@ -32,6 +32,8 @@ Without a GPU, Triton's kernels run in its interpreter. An environment runs the 
 nothing else than what is installed there.
 
 """
+#: Why the tests failed that the records name, by test; none did.
+REASONS: dict[str, str] = {}
 COLUMNS = ("torch", "triton", "numpy", "transformers", "sglang")
 TRITON = """
 - **The GPU suite** with torch 2.11 has FlashInfer, FlashAttention 3 and FlashMLA; with newer ones
@@ -126,10 +128,10 @@ def published(record: dict[str, Any]) -> str:
 
 
 def failed(name: str, tests: Sequence[str]) -> str:
-    """Return which tests failed in an environment."""
+    """Return which tests failed in an environment, each with its reason."""
     counts = Counter(test.partition("[")[0] for test in tests)
     lines = [
-        f"- `{test}`{f' ({count} cases)' if count > 1 else ''}\n"
+        f"- `{test}`{f' ({count} cases)' if count > 1 else ''}: {REASONS[test]}.\n"
         for test, count in counts.items()
     ]
     return "".join([f"\nFailed in {name}:\n\n", *lines]) if lines else ""

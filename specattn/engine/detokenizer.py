@@ -75,7 +75,7 @@ def end_ids(target: TargetModel, tokenizer: object) -> frozenset[int]:
     own = [getattr(tokenizer, name, None) for name in ("eos_token_id", "eot_token_id")]
     found = target.eos_token_ids.union(one for one in own if isinstance(one, int))
     # settings and tokenizers name tokens that some models cannot write
-    return found.intersection(range(target.vocab_size))
+    return frozenset(token for token in found if token in range(target.vocab_size))
 
 
 class TextStream:

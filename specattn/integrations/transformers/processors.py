@@ -128,7 +128,7 @@ def own_processors(
             begin = type(one) is SuppressTokensAtBeginLogitsProcessor
             name = "begin_suppress_tokens" if begin else "suppress_tokens"
             given = {*getattr(one, name).tolist()}
-            if tokens := sorted(given.intersection(range(vocab_size))):
+            if tokens := sorted(token for token in given if token in range(vocab_size)):
                 after = one.begin_index - prompt_len if begin else None
                 own[Suppress(len(tokens), name)] = tokens, after
         elif isinstance(one, LogitsProcessor):

@@ -267,7 +267,7 @@ class Ends:
             # transformers looks at a row's length once it has a new token
             max(min(lengths, default=config.max_length), prompt_len + 1),
             # settings name end tokens that some models cannot write
-            frozenset(chain.from_iterable(eos)).intersection(range(vocab_size)),
+            frozenset(one for one in chain.from_iterable(eos) if one in range(vocab_size)),
             StoppingCriteriaList(one for one in criteria if type(one) not in own),
             pad,
         )
