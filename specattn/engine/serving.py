@@ -6,10 +6,11 @@ import asyncio
 import atexit
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from specattn.engine.request import Request
     from specattn.speculative.sampling.grammar import Grammar
 
+    #: What a thread waits for, or a task.
+    _Waiter = Future[None] | asyncio.Future[None]
+
+_W = TypeVar("_W", "Future[None]", "asyncio.Future[None]")
+
 
 @dataclass(eq=False)
 class _Feed:
@@ -41,28 +47,24 @@ class _Feed:
     told: tuple[int, int, str] = (0, 0, "")
     read: tuple[int, int, str] = (0, 0, "")
     error: BaseException | None = None
-    waiter: Future[None] | None = None
+    waiter: _Waiter | None = None
     lock: Lock = field(default_factory=Lock)
 
-    def tell(self, error: BaseException | None = None) -> None:
-        """Let the consumer read what there is now, or raise an error."""
+    def tell(self, error: BaseException | None = None) -> _Waiter | None:
+        """Let the consumer read what there is now, or raise an error; return who is to wake."""
         result = self.result
         with self.lock:
             self.told = len(result.tokens), len(result.accept_lens), result.finish_reason
             self.error = error
             waiter, self.waiter = self.waiter, None
-        # a task that was cancelled has cancelled it
-        if waiter is not None and waiter.set_running_or_notify_cancel():
-            waiter.set_result(None)
+        return waiter
 
-    def news(self) -> Future[None]:
-        """Return a future that is done when there is something to read."""
-        found: Future[None] = Future()
+    def news(self, waiter: Callable[[], _W]) -> _W | None:
+        """Return None if there is something to read, else a future that is done when there is."""
         with self.lock:
             if self.told != self.read or self.error is not None:
-                found.set_result(None)
-            else:
-                self.waiter = found
+                return None
+            self.waiter = found = waiter()
         return found
 
     def take(self) -> RequestOutput:
@@ -105,7 +107,9 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
         if self._over:
             raise StopIteration
         try:
-            self._feed.news().result()
+            waiter: Callable[[], Future[None]] = Future
+            if (news := self._feed.news(waiter)) is not None:
+                news.result()
             return self._take()
         except BaseException:
             self.close()
@@ -115,7 +119,9 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
         if self._over:
             raise StopAsyncIteration
         try:
-            await asyncio.wrap_future(self._feed.news())
+            news = self._feed.news(asyncio.get_running_loop().create_future)
+            if news is not None:
+                await news
             return self._take()
         except BaseException:
             self.close()
@@ -254,8 +260,7 @@ class AsyncEngine:
         while not self._commands.empty():
             if (feed := self._commands.get()) is not None:
                 self._feeds[id(feed.result)] = feed
-        for feed in self._feeds.values():
-            feed.tell(error)
+        _wake(feed.tell(error) for feed in self._feeds.values())
 
     @property
     def _busy(self) -> bool:
@@ -286,7 +291,7 @@ class AsyncEngine:
                 return False
             if self._feeds.pop(id(feed.result), None) is not None:
                 self._engine.drop(feed.result)
-                feed.tell()
+                _wake([feed.tell()])
             # else it comes, unless it was closed after its end
             elif not feed.result.finish_reason and feed.error is None:
                 (feed.result,) = self._scheduler.wait([feed.request])
@@ -294,11 +299,13 @@ class AsyncEngine:
 
     def _tell(self, results: Iterable[RequestOutput]) -> None:
         """Let consumers read what their requests have gained."""
+        waiters = []
         for result in results:
             feed = self._feeds[id(result)]
             if result.finish_reason:
                 del self._feeds[id(result)]
-            feed.tell()
+            waiters.append(feed.tell())
+        _wake(waiters)
 
     def _fail(self, error: Exception) -> None:
         """Drop the requests that an error concerns; their streams raise it."""
@@ -312,8 +319,28 @@ class AsyncEngine:
                 self._engine.drop(result)
         else:
             self._engine._forget()
-        for key in lost:
-            self._feeds.pop(key).tell(error)
+        _wake([self._feeds.pop(key).tell(error) for key in lost])
+
+
+def _wake(waiters: Iterable[_Waiter | None]) -> None:
+    """Wake consumers: threads one by one, the tasks of an event loop all at once."""
+    tasks: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for one in waiters:
+        if isinstance(one, Future):
+            one.set_result(None)
+        elif one is not None:
+            tasks.setdefault(one.get_loop(), []).append(one)
+    for loop, some in tasks.items():
+        # a loop that is closed has nobody who waits
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_set, some)
+
+
+def _set(waiters: Iterable[asyncio.Future[None]]) -> None:
+    """Set what tasks wait for, but for those that were cancelled."""
+    for one in waiters:
+        if not one.done():
+            one.set_result(None)
 
 
 def _made(make: Callable[[], Grammar]) -> Callable[[], Grammar]:
