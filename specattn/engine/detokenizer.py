@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from specattn.engine.request import Request, RequestOutput
     from specattn.speculative.model import TargetModel
 
-# tokens before a new one that may change how it reads, e.g. by a leading space
-_CONTEXT = 8
+# tokens before a new one that may change how it reads, e.g. by a leading space; at most so many
+# are kept, for making their text anew takes as long as that of new ones
+_CONTEXT, _MOST_CONTEXT = 8, 32
 # what tokenizers put where bytes do not, or do not yet, make a character
 _REPLACEMENT = "\ufffd"
 
@@ -108,6 +109,8 @@ class TextStream:
         self._detokenize, self._stop = detokenize, tuple(stop)
         self._unstopped = min_new_tokens
         self._context = list(prompt[-_CONTEXT:])
+        # its text, when it has been made, and that with what is pending
+        self._before, self._after = "", ""
         self._pending: list[int] = []
         self._taken = 0
         self._held = ""
@@ -128,7 +131,7 @@ class TextStream:
         whole = new.rstrip(_REPLACEMENT)
         fresh, self._taken = whole[self._taken :], max(len(whole), self._taken)
         if new and whole == new:
-            self._context, self._pending, self._taken = self._pending, [], 0
+            self._go_on()
         text = self._emit(fresh)
         self._unstopped -= len(tokens)
         return text
@@ -143,11 +146,20 @@ class TextStream:
         self._held = ""
         return rest
 
+    def _go_on(self) -> None:
+        """Make what was pending a part of the context."""
+        self._context += self._pending
+        self._pending, self._taken, self._before = [], 0, self._after
+        if len(self._context) > _MOST_CONTEXT:
+            del self._context[:-_CONTEXT]
+            self._before = ""
+
     def _new(self) -> str:
-        before = self._detokenize(self._context)
+        before = self._before or self._detokenize(self._context)
         # what is no character yet: bytes that the prompt ends with
         open_len = len(before) - len(before.rstrip(_REPLACEMENT))
-        new = self._detokenize(self._context + self._pending)[len(before) - open_len :]
+        self._before, self._after = before, self._detokenize(self._context + self._pending)
+        new = self._after[len(before) - open_len :]
         still_open = len(new) - len(new.lstrip(_REPLACEMENT))
         return new[min(open_len, still_open) :]
 

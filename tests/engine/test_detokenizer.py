@@ -32,6 +32,24 @@ def test_text_arrives_in_whole_characters(sizes):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_long_text_keeps_its_spaces_and_is_made_about_once(size):
+    """Some tokenizers drop the space that a text begins with: pieces begin nowhere but there."""
+    made: list[list[int]] = []
+
+    def detokenize(ids: list[int]) -> str:
+        made.append(list(ids))
+        return "".join(f" {token}" for token in ids).removeprefix(" ")
+
+    ids = [7 * at % 101 for at in range(300)]
+    stream = TextStream(detokenize, [1, 2, 3])
+    feeds = range(0, len(ids), size)
+    pieces = [stream.feed(ids[at : at + size]) for at in feeds]
+    assert "".join(pieces) + stream.finish() == " " + " ".join(map(str, ids))
+    assert len(made) < 1.2 * len(feeds)
+    assert max(map(len, made)) < 50
+
+
 def test_text_that_ends_inside_a_character():
     ids = tokenizer()("ok 💥").input_ids
     stream = TextStream(text_of, [])
