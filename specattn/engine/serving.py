@@ -51,7 +51,10 @@ class _Feed:
     lock: Lock = field(default_factory=Lock)
 
     def tell(self, error: BaseException | None = None) -> _Waiter | None:
-        """Let the consumer read what there is now, or raise an error; return who is to wake."""
+        """Let the consumer read what there is, or raise an error.
+
+        Returns what it waits for, if it does.
+        """
         result = self.result
         with self.lock:
             self.told = len(result.tokens), len(result.accept_lens), result.finish_reason
@@ -60,7 +63,7 @@ class _Feed:
         return waiter
 
     def news(self, waiter: Callable[[], _W]) -> _W | None:
-        """Return None if there is something to read, else a future that is done when there is."""
+        """Return what is done when there is something to read, None if there is."""
         with self.lock:
             if self.told != self.read or self.error is not None:
                 return None
@@ -323,7 +326,7 @@ class AsyncEngine:
 
 
 def _wake(waiters: Iterable[_Waiter | None]) -> None:
-    """Wake consumers: threads one by one, the tasks of an event loop all at once."""
+    """Wake threads one by one, the tasks of an event loop at once."""
     tasks: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for one in waiters:
         if isinstance(one, Future):
