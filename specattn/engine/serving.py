@@ -63,7 +63,7 @@ class _Feed:
         return waiter
 
     def news(self, waiter: Callable[[], _W]) -> _W | None:
-        """Return what is done when there is something to read, None if there is."""
+        """Return a future until there is news; None if there is."""
         with self.lock:
             if self.told != self.read or self.error is not None:
                 return None
@@ -326,7 +326,7 @@ class AsyncEngine:
 
 
 def _wake(waiters: Iterable[_Waiter | None]) -> None:
-    """Wake threads one by one, the tasks of an event loop at once."""
+    """Wake threads singly, and the tasks of a loop together."""
     tasks: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for one in waiters:
         if isinstance(one, Future):
