@@ -55,6 +55,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--forced", action="store_true", help="random weights, forced lengths")
+    parser.add_argument("--stream-interval", type=int, default=1)
     parser.add_argument("--port", type=int, required=True)
     return parser.parse_args(argv)
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options, example = arguments(argv), runpy.run_path(str(EXAMPLE))
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     engine = engine_of(options, tokenizer)
-    with AsyncEngine(engine) as server:
+    with AsyncEngine(engine, options.stream_interval) as server:
         app = example["serve"](server, tokenizer, str(options.target))
         # requests are not what is read
         example["run"](app, server, port=options.port, log_level="warning")

@@ -196,11 +196,13 @@ def command_of(side: Side, work: Work, options: argparse.Namespace) -> tuple[lis
         own = {"target": work.models[0], "tokenizer": work.tokenizer, "port": asked["port"]}
         own |= {"setting": side.setting, "rows": most, "buckets": batches(most)}
         own |= {"context": context, "dtype": options.dtype, "forced": work.forced}
+        own |= {"stream_interval": options.stream_interval}
         own |= {"head": work.models[1]} if side.setting != PLAIN else {}
         return [sys.executable, "-m", "bench.engines.own_server", *flags(own)], asked["port"]
     del asked["skip_tokenizer_init"]
     asked |= {"tokenizer_path": work.tokenizer, "context_length": context}
     asked |= {"cuda_graph_bs_decode": batches(most)}
+    asked |= {"stream_interval": options.stream_interval}
     asked |= {"dtype": options.dtype, "disable_prefill_cuda_graph": not options.prefill_graphs}
     if not work.forced:
         asked |= {"load_format": "auto", "disable_radix_cache": False}
@@ -346,7 +348,8 @@ def run(options: argparse.Namespace) -> list[str]:
             left += [name for name in names if name not in servers]
             for name, (server, seconds) in servers.items():
                 try:
-                    measure(server, work, options, until, dtype=options.dtype, start_s=seconds)
+                    head = {"dtype": options.dtype, "stream_interval": options.stream_interval}
+                    measure(server, work, options, until, **head, start_s=seconds)
                 except (RuntimeError, OSError, EOFError):
                     traceback.print_exc()
                     left.append(name)
@@ -423,6 +426,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--together", type=int, default=1, help="servers that start at once")
     parser.add_argument("--count", type=int, default=164, help="most problems")
     parser.add_argument("--new", type=int, default=256, help="most tokens of an answer")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens of a part")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--commit", help="what the lines call this version")
     parser.add_argument(

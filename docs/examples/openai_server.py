@@ -241,12 +241,13 @@ def main() -> None:
     parser.add_argument("model", help="a folder, a file FILE.gguf, or a name on the Hub")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens of a part")
     given = parser.parse_args()
     target = HFTarget.from_pretrained(given.model)
     grammars = XGrammarCompiler(target.tokenizer, target) if XGrammarCompiler else None
     config = SpecConfig(4, 1, 5, max_context_len=2048, max_num_reqs=16)
     engine = Engine(target, LookupProposer(), config, tokenizer=target.tokenizer, processed=True)
-    with AsyncEngine(engine) as server:
+    with AsyncEngine(engine, given.stream_interval) as server:
         app = serve(server, target.tokenizer, given.model, grammars)
         run(app, server, host=given.host, port=given.port)
 

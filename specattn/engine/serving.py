@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 
-from specattn.checks import instance
+from specattn.checks import instance, whole_number
 from specattn.engine.detokenizer import TextStream, spoken
 from specattn.engine.engine import Engine
 from specattn.engine.intake import take
@@ -163,17 +163,22 @@ class AsyncEngine:
     ----------
     engine : Engine
         Without requests. Its own calls are refused until `close`.
+    stream_interval : int
+        Tokens that a stream gets at once, but for its first part and its last. With many streams
+        Python takes longer to hand parts out than a GPU to make them: then more is faster.
 
     Raises
     ------
     UnsupportedError
         If the target's weights are sharded.
     ValueError
-        If it is no engine, has requests, or a call of another thread has not returned.
+        If it is no engine, has requests, or a call of another thread has not returned, or if
+        ``stream_interval`` is no positive integer.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, stream_interval: int = 1) -> None:
         instance("engine", engine, Engine, "an Engine")
+        self._interval = whole_number("stream_interval", stream_interval, 1)
         device = engine.table.req_to_token.device
         if engine.ranks is not None:
             why = "the target's weights are sharded, and all ranks must take the same requests"
@@ -301,12 +306,14 @@ class AsyncEngine:
                 self._feeds[id(feed.result)] = feed
 
     def _tell(self, results: Iterable[RequestOutput]) -> None:
-        """Let consumers read what their requests have gained."""
+        """Let consumers read what their requests have gained, once it is enough."""
         waiters = []
         for result in results:
             feed = self._feeds[id(result)]
             if result.finish_reason:
                 del self._feeds[id(result)]
+            elif (told := feed.told[0]) and len(result.tokens) < told + self._interval:
+                continue
             waiters.append(feed.tell())
         _wake(waiters)
 

@@ -171,6 +171,20 @@ def test_what_nobody_reads_is_merged(models):
         assert not list(slow), "it has ended"
 
 
+@pytest.mark.parametrize("tree", [(3, 1, 4), (0, 1, 1)], ids=["chain", "plain"])
+def test_a_stream_gets_so_many_tokens_at_once(models, tree):
+    """But its first token, which does not wait, and its last part."""
+    with AsyncEngine(make(models, tree=tree), stream_interval=7) as server:
+        streams = [server.stream(Request(prompt, 43)) for prompt in PROMPTS]
+        found = [list(stream) for stream in streams]
+    for prompt, parts in zip(PROMPTS, found, strict=True):
+        assert collect(parts) == dense_greedy(models[0], prompt, 43)
+        assert all(len(part.tokens) >= 7 for part in parts[1:-1])
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(ValueError, match="stream_interval"):
+            AsyncEngine(make(models), stream_interval=wrong)
+
+
 def test_text_ends_before_a_stop_string(models):
     tokens = dense_greedy(models[0], LONG.prompt, 30)
     end = next(at for at in range(8, 30) if tokens.index(tokens[at]) == at)
