@@ -267,7 +267,7 @@ def test_every_page_is_two_links_from_the_readme():
 
 
 def test_the_readme_has_the_measured_numbers():
-    """Every \"... times\" is of a table on top of a page, or of steps inside SGLang."""
+    """Every \"... times\" is of a table on top of a page, or of steps or servers of SGLang."""
     page = (ROOT / "docs" / "performance.md").read_text()
     table = page.split("<!-- results: summary -->")[1].split("<!-- end -->")[0]
     table += (ROOT / "docs" / "published.md").read_text().split("## In short")[1].split("##")[0]
@@ -281,6 +281,12 @@ def test_the_readme_has_the_measured_numbers():
             for line in map(json.loads, record.read_text().splitlines())
         }
         found |= {times["fa3", *place] / times[ours, *place] for _, *place in times}
+    record = ROOT / "bench" / "results" / "served_h200_random.jsonl"
+    rates = {
+        (line["side"], line["clients"]): line["tokens_per_s"]
+        for line in map(json.loads, record.read_text().splitlines())
+    }
+    found |= {rates["specattn", clients] / rates["eagle3", clients] for _, clients in rates}
     said = re.findall(r"(\d+\.\d+) times", (ROOT / "README.md").read_text())
     assert said
     for number in said:
