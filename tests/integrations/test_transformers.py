@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_model, save_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import BaseStreamer, StoppingCriteria
 
@@ -648,9 +649,31 @@ def test_a_fused_model_is_saved_whole(model, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(ours(again, prompts(3), max_new_tokens=NEW), want)
     assert serving.SERVED[again].is_fused
-    release(again)
-    assert torch.equal(ours(again, prompts(3), max_new_tokens=NEW), want)
-    assert serving.SERVED[again].is_fused
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_released_model_has_weights_of_its_own(bias, tmp_path):
+    """safetensors saves no model whose weights are parts of others' memory."""
+    model = build(attention_bias=bias, mlp_bias=bias)
+    held, want = dict(model.named_parameters()), ours(model, prompts(3), max_new_tokens=NEW)
+    with pytest.raises(RuntimeError, match="None is covering the entire storage"):
+        save_model(model, tmp_path / "model.safetensors")
+    release(model)
+    save_model(model, tmp_path / "model.safetensors")
+    for name, one in model.named_parameters():
+        assert one is held[name]
+        assert one.untyped_storage().nbytes() == one.nbytes, name
+    load_model(model, tmp_path / "model.safetensors")
+    assert torch.equal(ours(model, prompts(3), max_new_tokens=NEW), want)
+    assert serving.SERVED[model].is_fused
+
+
+@pytest.mark.parametrize("change", [flattened, of_another_kind])
+def test_nobody_elses_memory_is_parted(model, change):
+    change(model)
+    held = [one.data_ptr() for one in model.parameters()]
+    release(model)
+    assert [one.data_ptr() for one in model.parameters()] == held
 
 
 def test_logits_that_are_not_finite_end_the_call(model):

@@ -20,6 +20,7 @@ from specattn.checks import kind_of
 from specattn.engine.request import Request
 from specattn.errors import ModelError, SpecAttnError, UnsupportedError
 from specattn.integrations.transformers.drafting import Drafting
+from specattn.integrations.transformers.fusing import unpack
 from specattn.integrations.transformers.processors import grammars_of, own_processors
 from specattn.integrations.transformers.serving import SERVED, borrowed
 from specattn.integrations.transformers.settings import Ends, min_new_tokens_of, refuse, sampling_of
@@ -146,12 +147,14 @@ def generate(  # noqa: PLR0913 - as its docstring says
 
 
 def release(model: Any) -> None:
-    """Free the pools, graphs and drafts kept for a model.
+    """Free what is kept for a model, and unpack its weights.
 
-    A model keeps those of the last two settings (draft, tree, backend, processors) until it is
-    released, is collected, or has other weights.
+    A model keeps pools, graphs and drafts of the last two settings (draft, tree, backend,
+    processors) until it is released, is collected, or has other weights. Weights that share memory since they were packed
+    get memory of their own again, one by one.
     """
     SERVED.pop(model, None)
+    unpack(model)
 
 
 def _decode(  # noqa: PLR0913 - as its docstring says

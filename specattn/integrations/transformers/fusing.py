@@ -51,6 +51,19 @@ def fused_or_own(target: HFTarget, model: nn.Module) -> HFTarget | FusedTarget:
     return fuse(target)[0]
 
 
+def unpack(model: nn.Module) -> None:
+    """Give weights that were packed memory of their own again."""
+    for name, part in model.named_modules():
+        read = projections_of(part) if name.rpartition(".")[2].isdigit() else {}
+        for names in (HEADS, GATES, *MIXED):
+            modules = [read[one] for one in names if one in read]
+            for kind in ("weight", "bias"):
+                together = [getattr(one, kind) for one in modules]
+                if len(together) > 1 and _share_all(together):
+                    for one in together:
+                        one.data = one.detach().clone()
+
+
 def has_copies(config: Any) -> bool:
     """Return whether a fused form holds some numbers a second time."""
     # sums of norms' weights
@@ -82,6 +95,13 @@ def _reasons(model: nn.Module) -> Iterator[str]:
 def _owner(thing: Any) -> str:
     """Return the package of a class or function."""
     return str(getattr(thing, "__module__", None) or "").partition(".")[0]
+
+
+def _share_all(weights: Sequence[Tensor | None]) -> bool:
+    """Whether these parameters have one memory, which holds nothing else."""
+    held = [one for one in weights if type(one) is Parameter]
+    memory = {one.untyped_storage().data_ptr() for one in held}
+    return len(memory) == 1 and len(held) == len(weights) and _alone(held)
 
 
 def _alone(weights: Sequence[Tensor]) -> bool:
