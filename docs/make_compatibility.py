@@ -37,7 +37,7 @@ REASONS: dict[str, str] = {}
 COLUMNS = ("torch", "triton", "numpy", "transformers", "sglang")
 TRITON = """
 - **The GPU suite** with torch 2.11 has FlashInfer, FlashAttention 3 and FlashMLA; with newer ones
-  FlashInfer. All three are whole runs of one day's sources, that of 2.11 of the newest.
+  FlashInfer. All three are whole runs, of sources of one day.
 - **torch 2.15 with Triton 3.9** (CUDA 13.2's NVRTC and runtime): of 28 cells of the bench's quick
   set that this library serves itself, one was over 3 % slower than with torch 2.11 and Triton 3.6:
   `8 x 8k tree 8-7-64`, 131.8 us for 123.3, by the schedule of its ptxas 13.4 (121.9 us with that of
