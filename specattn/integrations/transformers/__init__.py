@@ -150,8 +150,8 @@ def release(model: Any) -> None:
     """Free what is kept for a model, and unpack its weights.
 
     A model keeps pools, graphs and drafts of the last two settings (draft, tree, backend,
-    processors) until it is released, is collected, or has other weights. Weights that share memory since they were packed
-    get memory of their own again, one by one.
+    processors) until it is released, is collected, or has other weights. Weights that share memory
+    since they were packed get memory of their own again, one by one.
     """
     SERVED.pop(model, None)
     unpack(model)
