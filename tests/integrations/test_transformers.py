@@ -668,7 +668,11 @@ def test_a_released_model_has_weights_of_its_own(bias, tmp_path):
     assert serving.SERVED[model].is_fused
 
 
-@pytest.mark.parametrize("change", [flattened, of_another_kind])
+def without_a_weight(model):
+    model.model.layers[1].self_attn.q_proj = torch.nn.Identity()
+
+
+@pytest.mark.parametrize("change", [flattened, of_another_kind, without_a_weight])
 def test_nobody_elses_memory_is_parted(model, change):
     change(model)
     held = [one.data_ptr() for one in model.parameters()]

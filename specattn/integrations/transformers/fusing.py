@@ -58,7 +58,7 @@ def unpack(model: nn.Module) -> None:
         for names in (HEADS, GATES, *MIXED):
             modules = [read[one] for one in names if one in read]
             for kind in ("weight", "bias"):
-                together = [getattr(one, kind) for one in modules]
+                together: list[Any] = [getattr(one, kind, None) for one in modules]
                 if len(together) > 1 and _share_all(together):
                     for one in together:
                         one.data = one.detach().clone()
