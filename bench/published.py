@@ -65,8 +65,13 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
 }
 #: Nodes of best-first trees over a block.
 NODES = (16, 32, 64, 128)
-#: What an adaptive engine chooses from, the first one its start.
-ADAPTIVE: tuple[Shape, ...] = ((7, 1, 8), (3, 1, 4), (0, 1, 1))
+#: What an adaptive engine chooses from, the first one its start: chains, and what trees may win.
+CHOICES: tuple[Shape, ...] = ((7, 1, 8), (3, 1, 4), (0, 1, 1))
+ADAPTIVE: dict[str, tuple[Shape, ...]] = {
+    LOOKUP: ((7, 1, 8), (15, 4, 32), *CHOICES[1:]),
+    "model": ((7, 1, 8), (5, 4, 16), *CHOICES[1:]),
+    "eagle3": ((5, 4, 16), (7, 8, 64), *CHOICES[1:]),
+}
 #: Problems for a batch, so that the smallest takes no longer than the others.
 ROUNDS = {1: 10, 8: 5}
 #: How steps are run: by default in one graph, where the backend can.
@@ -93,15 +98,16 @@ def trees(kind: str, depth: int) -> Iterator[Setting]:
     for shape in SHAPES.get(kind, CHAINS):
         yield Setting(kind, shape)
     if kind != PLAIN:
-        yield Setting(kind, ADAPTIVE[0], others=ADAPTIVE[1:])
+        first, *others = ADAPTIVE.get(kind, CHOICES)
+        yield Setting(kind, first, others=tuple(others))
 
 
 def settings(args: argparse.Namespace, load: Load) -> Iterator[tuple[Setting, int, str]]:
     """Yield settings, batch sizes and ways in the order in which they are measured."""
-    for kind in (PLAIN, *args.kinds):
-        depth = load("dflash")[1].block.size - 1 if kind.endswith("dflash") else 0
-        for temperature in args.temperatures:
-            for batch in args.batches:
+    for batch in args.batches:
+        for kind in (PLAIN, *args.kinds):
+            depth = load("dflash")[1].block.size - 1 if kind.endswith("dflash") else 0
+            for temperature in args.temperatures:
                 for setting in trees(kind, depth):
                     # one request has no halves
                     for way in (one for one in args.ways if batch > 1 or one != "halves"):

@@ -30,7 +30,7 @@ those of plain decoding; where one departs, the gap is that of plain decoding's 
 there, in nats.
 
 *Tokens per step* are those that a request gains, bonus included. *Adaptive* is an engine that
-[chooses a chain for every step](adaptive.md). This page is written by
+[chooses a tree for every step](adaptive.md). This page is written by
 `python docs/make_published.py`; [the commands](#how-each-model-was-got) are below, and
 [every setting](#every-setting) is at the end.
 """
@@ -502,7 +502,7 @@ def adaptive(run: Measured) -> str:
         return ""
     head = ["draft", "tokens", *(f"{batch} at once" for batch in run.batches)]
     return (
-        "\n### What adaptive engines chose\n\nShare of steps by depth of the chain, and tokens per "
+        "\n### What adaptive engines chose\n\nShare of steps by depth, and tokens per "
         "second over the draft's best fixed setting, or plain decoding where that is faster.\n\n"
         + table(head, rows)
     )
