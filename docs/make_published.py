@@ -25,9 +25,9 @@ IMAGES = DOCS / "img"
 HEAD = """# Published models
 
 What drafts gain on models that others have published: chats about the problems of HumanEval (MIT),
-whole texts, nothing forced. A text ends where its model ends it. Greedy texts are compared with
-those of plain decoding; where one departs, the gap is that of plain decoding's best two tokens
-there, in nats.
+whole texts, nothing forced, timed after they ran once. A text ends where its model ends it. Greedy
+texts are compared with those of plain decoding; where one departs, the gap is that of plain
+decoding's best two tokens there, in nats.
 
 *Tokens per step* are those that a request gains, bonus included. *Adaptive* is an engine that
 [chooses a tree for every step](adaptive.md). This page is written by
