@@ -233,7 +233,12 @@ def of_gluon(target: int) -> list[Launch]:
     if target != HOPPER:
         return []
     found = [*of_attention(target, gluon=True)]
-    for case, check in (("products", stream._check), ("float8", stream_fp8._check)):
+    checks = {
+        "products": stream._check,
+        "wide products": stream._check_wide,
+        "float8": stream_fp8._check,
+    }
+    for case, check in checks.items():
         # what a check finds of itself is nothing computed
         with Notes(target).taken() as notes, contextlib.suppress(ArithmeticError):
             notes.case = case

@@ -127,11 +127,23 @@ def produce_rows(
 
 
 @gluon.jit
-def store_tile(to, values, first, step, BT: gl.constexpr, layout: gl.constexpr):
-    """Store ``step`` of a tile's 64 rows as columns from ``first`` on."""
+def store_tile(
+    to,
+    values,
+    first,
+    step,
+    BT: gl.constexpr,
+    layout: gl.constexpr,
+    FROM: gl.constexpr = 0,
+):
+    """Store ``step`` of a tile's rows as columns from ``first`` on.
+
+    Its columns are the rows of x from ``FROM`` on.
+    """
     out, tokens, width, stride_row = to
-    token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))  # [BT]
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))  # [64]
+    HEIGHT: gl.constexpr = values.shape[0]
+    token = FROM + gl.arange(0, BT, layout=gl.SliceLayout(0, layout))  # [BT]
+    row = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, layout))  # [H]
     column = first + row
     ok = (token < tokens)[None, :] & ((row < step) & (column < width))[:, None]
     at = out + (token.to(gl.int64) * stride_row)[None, :] + column[:, None]

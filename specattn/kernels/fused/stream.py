@@ -1,7 +1,8 @@
-"""Multiply at most 128 rows by a large weight, at memory speed.
+"""Multiply few rows by a large weight, at memory speed.
 
-A product takes as long as its weight takes to be read. The kernel runs only on Hopper; everywhere
-else, and for more rows, torch's product takes its place.
+A product of at most 128 rows takes as long as its weight takes to be read; gated products have at
+most 160. The kernels run only on Hopper; everywhere else, and for more rows, torch's product takes
+their place.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from specattn.checks import whole_number
 from specattn.kernels.gluon_guard import gluon_ok, tma_boxes
 
 MAX_ROWS = 128
+# rows of x that a second tile takes, of gated products only
+MORE_ROWS = 32
+MAX_GATED_ROWS = MAX_ROWS + MORE_ROWS
+# gates of the first warpgroup of a CTA with more rows, and the most of the second one
+GATES, MOST_MIXED = 64, 32
 # rows of weights per half of a CTA; 64 is the whole of a matrix instruction
 STEPS = (64, 56, 48)
 # for weights too short to give every other CTA a tile of those; TMA is slower with small boxes
@@ -88,22 +94,32 @@ def stream_tile(rows: int, *, gated: bool = False) -> StreamTile:
 
 
 def streams(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
-    """Whether the kernel takes these tensors; the first call tries it out."""
+    """Whether a kernel takes these tensors; the first call tries it out."""
     return (
-        0 < x.shape[0] <= MAX_ROWS
+        0 < x.shape[0] <= MAX_GATED_ROWS
         and x.dtype == weight.dtype
         and x.dtype in (torch.float16, torch.bfloat16)
         and weight.stride(1) == 1
         and weight.stride(0) * 2 % PIECE == 0
         and weight.data_ptr() % PIECE == 0
-        and ready(x.device)
-        and (gated or _gains(x, weight))
+        and (_gains_wide(x, weight, gated) if x.shape[0] > MAX_ROWS else _gains(x, weight, gated))
     )
 
 
 def ready(device: torch.device) -> bool:
     """Whether the kernel runs right on ``device``; ask once before any capture."""
     return gluon_ok("gluon_linear", _check, device)
+
+
+def ready_wide(device: torch.device) -> bool:
+    """Whether the kernel of more rows than `MAX_ROWS` does; ask as above."""
+    return gluon_ok("gluon_wide_gated", _check_wide, device)
+
+
+def prepare(weight: Tensor) -> None:
+    """Try out what may multiply by a weight."""
+    if ready(weight.device) and _mixed_gates_of(weight):
+        ready_wide(weight.device)
 
 
 def stream_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -128,20 +144,35 @@ def stream_gated(x: Tensor, weight: Tensor) -> Tensor:
 
     ``weight`` is ``[2 I, K]``, gates first.
     """
-    tile, width = stream_tile(len(x), gated=True), len(weight) // 2
+    width = len(weight) // 2
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
+    if len(x) > MAX_ROWS:
+        _launch_wide(x, weight, out, _mixed_gates_of(weight))
+        return out
+    tile = stream_tile(len(x), gated=True)
     _launch(x, weight, out, tile, shares(width, 1, 1, slots(tile, x.device))[0])
     return out
 
 
-def _gains(x: Tensor, weight: Tensor) -> bool:
-    """Whether streaming is faster than torch.
+def _gains(x: Tensor, weight: Tensor, gated: bool) -> bool:
+    """Whether the kernel runs here, and is faster than torch.
 
     Beyond 64 rows multiplying takes as long as reading. There streaming is slower for a weight
     that is split and leaves matrix instructions partly empty.
     """
+    if not ready(x.device):
+        return False
     step, split = _splits(x, weight, stream_tile(len(x)))
-    return len(x) <= 64 or step == 64 or split == 1
+    return gated or len(x) <= 64 or step == 64 or split == 1
+
+
+def _gains_wide(x: Tensor, weight: Tensor, gated: bool) -> bool:
+    """Whether the kernel of more rows runs here, and gains.
+
+    Every tile reads all of x, so it is not where a CTA would have more tiles than fit at once, or
+    a mixed one alone.
+    """
+    return gated and ready_wide(x.device) and _mixed_gates_of(weight) > 0
 
 
 def _splits(x: Tensor, weight: Tensor, tile: StreamTile) -> tuple[int, int]:
@@ -173,6 +204,19 @@ def shares(width: int, halves: int, steps: int, slots: int, gain: float = 0.02) 
         if share > best[0] + gain:
             best = (share, step, split)
     return best[1], best[2]
+
+
+def mixed_gates(width: int, sms: int) -> int:
+    """Return the gates of a CTA beyond `GATES`, in eights.
+
+    There is a CTA per multiprocessor. 0 if these are none, or too many for a mixed tile.
+    """
+    more = 8 * math.ceil(width / (8 * sms)) - GATES
+    return more if 0 < more <= MOST_MIXED else 0
+
+
+def _mixed_gates_of(weight: Tensor) -> int:
+    return mixed_gates(len(weight) // 2, multiprocessors(weight.device))
 
 
 def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: StreamTile, step: int) -> None:
@@ -211,16 +255,43 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: StreamTile, step: int)
     )
 
 
+def _launch_wide(x: Tensor, weight: Tensor, out: Tensor, mixed: int) -> None:
+    """Launch on ``out``, ``[T, I]``; a CTA takes ``mixed`` gates beyond `GATES`."""
+    from specattn.kernels.fused.gluon_wide import gluon_wide_gated_kernel
+
+    tile, width = StreamTile(MAX_ROWS, 4, 64, max_regs=144), out.shape[1]
+    gluon_wide_gated_kernel[(-(-width // (GATES + mixed)),)](
+        *weight_boxes(weight, tile.block_k),
+        tma_boxes(x.contiguous(), BOX, tile.block_k),
+        out,
+        len(x),
+        width,
+        -(-x.shape[1] // tile.block_k),
+        out.stride(0),
+        MIXED=mixed,
+        BT=tile.rows,
+        MORE=MORE_ROWS,
+        BK=tile.block_k,
+        STAGES=tile.stages,
+        BOXES=-(-len(x) // BOX),
+        PACE=tile.pace,
+        SIDE_REGS=152,
+        PRODUCER_REGS=tile.producer_regs,
+        num_warps=4,
+        maxnreg=tile.max_regs,
+        launch_pdl=True,
+    )
+
+
 def weight_boxes(weight: Tensor, block_k: int) -> tuple[Any, ...]:
     """Describe a weight to TMA, once while it lies where it does."""
-    key = block_k, weight.data_ptr(), weight.shape, weight.stride()
-    kept = _described.get(weight)
-    if kept is None or kept[0] != key:
+    key = weight.data_ptr(), weight.shape, weight.stride()
+    kept: dict[int, Any] = _described.setdefault(weight, {})
+    if block_k not in kept or kept[block_k][0] != key:
         # what is kept must not keep the weight itself
         alias = weight.detach()
-        kept = key, tuple(tma_boxes(alias, rows, block_k) for rows in (32, 16, 8))
-        _described[weight] = kept
-    found: tuple[Any, ...] = kept[1]
+        kept[block_k] = key, tuple(tma_boxes(alias, rows, block_k) for rows in (32, 16, 8))
+    found: tuple[Any, ...] = kept[block_k][1]
     return found
 
 
@@ -244,16 +315,37 @@ def multiprocessors(device: torch.device) -> int:
 
 def _check(device: torch.device) -> None:
     """Raise an ArithmeticError unless the kernel agrees with float32 products."""
-    generator = torch.Generator(device).manual_seed(0)
     for rows in (3, 20, 64, 100):
-        x = torch.randn(rows, 520, dtype=torch.float16, device=device, generator=generator)
-        weight = torch.randn(400, 520, dtype=torch.float16, device=device, generator=generator)
-        want = linear(x.float(), weight.float())
-        gate, up = want.chunk(2, dim=1)
-        for got, exact in (
-            (stream_linear(x, weight).sum(0), want),
-            (stream_gated(x, weight), silu(gate) * up),
-        ):
-            error = float((got.float() - exact).norm() / exact.norm())
-            if not error < 1e-2:
-                raise ArithmeticError(f"relative error {error:.1e} of {rows} rows")
+        x, weight = _operands(rows, device)
+        _compare(
+            (stream_linear(x, weight).sum(0), linear(x.float(), weight.float())),
+            (stream_gated(x, weight), _gated(x, weight)),
+        )
+
+
+def _check_wide(device: torch.device) -> None:
+    """Raise an ArithmeticError unless gated products of more rows do."""
+    x, weight = _operands(150, device)
+    out = x.new_empty(len(x), len(weight) // 2)
+    _launch_wide(x, weight, out, 8)
+    _compare((out, _gated(x, weight)))
+
+
+def _operands(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return rows of x and a weight to try a kernel with."""
+    generator = torch.Generator(device).manual_seed(rows)
+    x = torch.randn(rows, 520, dtype=torch.float16, device=device, generator=generator)
+    return x, torch.randn(400, 520, dtype=torch.float16, device=device, generator=generator)
+
+
+def _gated(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = linear(x.float(), weight.float()).chunk(2, dim=1)
+    return silu(gate) * up
+
+
+def _compare(*pairs: tuple[Tensor, Tensor]) -> None:
+    """Raise an ArithmeticError unless products agree with exact ones."""
+    for got, exact in pairs:
+        error = float((got.float() - exact).norm() / exact.norm())
+        if not error < 1e-2:
+            raise ArithmeticError(f"relative error {error:.1e} of {len(got)} rows")

@@ -17,7 +17,7 @@ from torch.nn.functional import linear, silu
 
 from specattn.kernels.fused import add_partials
 from specattn.kernels.fused.fp8 import gated_scaled
-from specattn.kernels.fused.stream import ready, stream_gated, stream_linear, streams
+from specattn.kernels.fused.stream import prepare, stream_gated, stream_linear, streams
 from specattn.models.shards import own, shard_like, sum_over
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class Projection:
         return self.weight.nbytes
 
     def prepare(self) -> None:
-        """Try out the kernel of its products, which a capture cannot do."""
-        ready(self.weight.device)
+        """Try out the kernels of its products, which a capture cannot do."""
+        prepare(self.weight)
 
     def parts(self, x: Tensor) -> Tensor:
         """Multiply ``x [T, in]``; returns ``[S, T, out]``, which add up."""

@@ -14,7 +14,7 @@ from specattn.checks import listed, whole_number
 from specattn.cuda_graph import GraphRunner
 from specattn.cuda_graph.runner import Captured
 from specattn.errors import CapacityError, CaptureError
-from specattn.kernels.fused.stream import MAX_ROWS
+from specattn.kernels.fused.stream import MAX_GATED_ROWS
 from specattn.kernels.prompts import COLUMNS
 from specattn.speculative.prompts.launch import (
     ADMIT,
@@ -252,7 +252,7 @@ class PromptRunner:
                 before=self._before_capture,
                 capturing=options.capturing,
                 # so few rows have products of their own
-                probes=[one for one in sizes if one <= MAX_ROWS],
+                probes=[one for one in sizes if one <= MAX_GATED_ROWS],
             )
 
         # without buckets nothing is captured

@@ -20,6 +20,7 @@ def test_only_few_rows_of_16_bits_on_hopper() -> None:
     weight = torch.randn(8, 16, dtype=HALF)
     assert not stream.streams(torch.randn(3, 16, dtype=HALF), weight)
     assert not stream.streams(torch.randn(129, 16, dtype=HALF), weight)
+    assert not stream.streams(torch.randn(160, 16, dtype=HALF), weight, gated=True)
     assert not stream.streams(torch.randn(3, 16), weight.float())
 
 
@@ -57,6 +58,52 @@ def test_what_is_streamed_beyond_64_rows(rows, out, inner, gains, monkeypatch) -
 
 
 @pytest.mark.parametrize(
+    ("rows", "gated", "streamed"),
+    [
+        (128, False, True),
+        (129, False, False),
+        (129, True, True),
+        (160, True, True),
+        (161, True, False),
+    ],
+)
+def test_more_rows_are_streamed_only_if_gated(rows, gated, streamed, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "multiprocessors", lambda device: 132)
+    for name in ("ready", "ready_wide"):
+        monkeypatch.setattr(stream, name, lambda device: True)
+    x, weight = torch.empty(rows, 64, dtype=BF16), torch.empty(17920, 64, dtype=BF16)
+    assert stream.streams(x, weight, gated=gated) is streamed
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_each_kernel_is_asked_for_alone(wide, monkeypatch) -> None:
+    """One may be wrong where the other is right."""
+    monkeypatch.setattr(stream, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(stream, "ready", lambda device: not wide)
+    monkeypatch.setattr(stream, "ready_wide", lambda device: wide)
+    weight = torch.empty(17920, 64, dtype=BF16)
+    for rows in (128, 129):
+        x = torch.empty(rows, 64, dtype=BF16)
+        assert stream.streams(x, weight, gated=True) is ((rows > 128) is wide)
+
+
+@pytest.mark.parametrize(
+    ("width", "mixed"),
+    [
+        (4864, 0),  # Qwen2.5-0.5B: no multiprocessor has 64 gates
+        (8192, 0),  # Llama-3.2-1B: nor more than that
+        (8960, 8),  # Qwen2.5-1.5B: 125 CTAs
+        (11008, 24),
+        (12672, 32),
+        (12673, 0),
+        (14336, 0),  # of 8B
+    ],
+)
+def test_every_multiprocessor_takes_its_gates_at_once(width, mixed) -> None:
+    assert stream.mixed_gates(width, 132) == mixed
+
+
+@pytest.mark.parametrize(
     ("rows", "out", "inner", "step", "split"),
     [
         (16, 6144, 4096, 48, 2),  # of 8B: no weight of it is short
@@ -85,7 +132,10 @@ def test_a_weight_is_described_once_where_it_lies() -> None:
     moved = stream.weight_boxes(weight, 128)
     assert [one.base.data_ptr() for one in moved] == [weight.data_ptr()] * 3
     gone = weakref.ref(weight)
-    del boxes, moved, weight
+    narrow = stream.weight_boxes(weight, 64)
+    assert [one.block_shape for one in narrow] == [[32, 64], [16, 64], [8, 64]]
+    assert stream.weight_boxes(weight, 128) is moved
+    del boxes, moved, narrow, weight
     assert gone() is None, "without a garbage collection"
 
 
@@ -131,3 +181,46 @@ def test_streamed_products(rows, out, inner, dtype) -> None:
     gate, up = exact.chunk(2, dim=1)
     assert off(stream.stream_gated(x, weight), gate * gate.sigmoid() * up) < 4e-3
     assert stream.stream_linear(x, weight).equal(parts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "dtype"), [(129, BF16), (144, BF16), (150, HALF), (160, HALF)])
+@pytest.mark.parametrize(
+    ("width", "inner", "mixed"),
+    [
+        (260, 72, 24),  # fewer steps than stages
+        (403, 520, 8),
+        (500, 1536, 32),
+        (131, 2056, 16),
+        (70, 200, 8),  # one CTA
+    ],
+)
+def test_gated_products_of_more_rows(width, inner, mixed, rows, dtype) -> None:
+    """Among NaN, twice with the same bits."""
+    device = torch.device("cuda")
+    if not stream.ready_wide(device):
+        pytest.skip("needs a Hopper GPU")
+    weight = torch.full((2 * width, inner + 8), torch.nan, dtype=dtype, device=device)[:, :inner]
+    weight.normal_(std=inner**-0.5)
+    x = torch.randn(rows, inner, device=device).to(dtype)
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+    around = torch.full((2, rows + 8, width + 16), torch.nan, dtype=dtype, device=device)
+    inside = around[:, :rows, :width]
+    for out in inside:
+        stream._launch_wide(x, weight, out, mixed)
+        assert off(out, gate * gate.sigmoid() * up) < 4e-3
+    assert inside[0].equal(inside[1])
+    assert around.isnan().sum() == around.numel() - inside.numel()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "out", "inner"), [(129, 22016, 896), (150, 17920, 1536)])
+def test_more_rows_are_streamed(rows, out, inner) -> None:
+    device = torch.device("cuda")
+    if not stream.ready_wide(device):
+        pytest.skip("needs a Hopper GPU")
+    weight = torch.randn(out, inner, dtype=BF16, device=device) * inner**-0.5
+    x = torch.randn(rows, inner, dtype=BF16, device=device)
+    assert stream.streams(x, weight, gated=True)
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+    assert off(stream.stream_gated(x, weight), gate * gate.sigmoid() * up) < 4e-3
