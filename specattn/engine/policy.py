@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # step times that count per bucket: few enough to follow a context that grows
 _TIMES = 15
+# those that stay when all have left the window: one alone may be wrong
+_KEPT = 3
 
 
 class Acceptance:
@@ -43,7 +45,9 @@ class Acceptance:
     def __init__(self, config: SpecConfig) -> None:
         self.steps = 0
         self.reached = [0] * (config.num_steps + 1)
+        # by bucket: times, and how many of these are of steps that have left the window
         self._times: dict[int, deque[float]] = {}
+        self._left: dict[int, int] = {}
 
     def add(self, gained: Sequence[int], sign: int = 1) -> None:
         """Count gains of at least 1; ``sign`` -1 undoes it."""
@@ -55,15 +59,21 @@ class Acceptance:
     def timed(self, bucket: int, seconds: float | None, sign: int = 1) -> None:
         """Note a step's time, if known.
 
-        ``sign`` -1 drops the oldest of several.
+        ``sign`` -1 says that the oldest step has left the window. Its time leaves when there are
+        enough others.
         """
         if seconds is None:
             return
         times = self._times.setdefault(bucket, deque())
+        left = self._left.get(bucket, 0)
         if sign > 0:
             times.append(seconds)
-        elif len(times) > 1:
+        else:
+            left += 1
+        while left and len(times) > _KEPT:
             times.popleft()
+            left -= 1
+        self._left[bucket] = left
 
     @property
     def mean(self) -> float:
@@ -79,11 +89,15 @@ class Acceptance:
     def seconds(self, bucket: int) -> float | None:
         """Return the median time of a bucket's last steps, None without any.
 
-        They are of the window. If all have left it, the latest to do so is kept.
+        They are of the window. If all have left it, the latest few to do so are kept.
         """
         times = self._times.get(bucket)
         # of two the shorter: what disturbs a step makes it longer
         return median_low(list(times)[-_TIMES:]) if times else None
+
+    def timings(self, bucket: int) -> int:
+        """Return how many times of a bucket are known."""
+        return len(self._times.get(bucket, ()))
 
 
 @dataclass(frozen=True)
@@ -155,6 +169,8 @@ class _Engine:
         # the config that it keeps to, and for how many steps it has
         self.config, self.held = config, 0
         self.steps = 0
+        # by config that cannot win: from which step on it is asked again whether it can
+        self.hopeless: dict[SpecConfig, int] = {}
         # None if the draft does not rest
         self.rest: Rest | None = None
 
@@ -166,7 +182,8 @@ class GoodputPolicy:
     this batch size, the quantity that TurboSpec maximises (arXiv:2406.14066); the expectation is
     `expected_tokens`. Small batches thus get deep and wide trees, large ones shallow trees or
     none, and texts that are easy to draft deeper ones than others. A config that the window knows
-    nothing of is tried, and again later: neighbouring steps are of one passage of a text.
+    nothing of is tried, and again later: neighbouring steps are of one passage of a text. One that
+    would lose even if all its drafts were kept is not.
 
     A draft model has to read prompts, too, and every token of plain steps. Where plain decoding is
     the best without all that, the draft rests. Now and then, and at a batch size where it was not
@@ -185,7 +202,7 @@ class GoodputPolicy:
     hold : int
         Steps that a config is kept for before it is left, and from a trial to the next.
     trials : int
-        Steps a config is tried for if the window holds fewer of it.
+        Steps a config is tried for if the window holds fewer of it, and times that it is judged by.
     prior : float
         Steps' worth of trust in what other configs say; see `expected_tokens`.
     judging : float
@@ -232,6 +249,8 @@ class GoodputPolicy:
         if self._is_plain_best(outlook):
             engine.rest = Rest()
             self._go_on(engine.rest, outlook, engine)
+            if not outlook.is_bare_timed:  # what a step without the draft takes was a guess
+                engine.rest.due[observed.bucket] = engine.steps + self.hold
             return outlook.plain
         goodput = outlook.next_step()
         best = max(goodput, key=lambda config: goodput[config])
@@ -277,22 +296,49 @@ class GoodputPolicy:
         return _Outlook(observed, self.cost, self.prior, resting=resting)
 
     def _untried(self, observed: Observed, engine: _Engine) -> SpecConfig | None:
-        """Return a config that the window knows too little of."""
-        known = {config: observed.acceptance[config].steps for config in observed.configs}
+        """Return a config that is known too little, and might win."""
+        counts = {config: observed.acceptance[config] for config in observed.configs}
+        timings = {config: count.timings(observed.bucket) for config, count in counts.items()}
+        known = {config: count.steps for config, count in counts.items()}
         plain = _plain(observed)
-        timed = observed.acceptance[plain].seconds(observed.bucket) is not None
-        if not plain.num_steps and timed and len(known) > 1:
+        if not plain.num_steps and timings.get(plain) and len(known) > 1:
             # it gains one token: nothing is to be learnt but how long it takes
-            known.pop(plain, None)
-        least = min(known, key=lambda config: known[config])
-        due = not known[least] or (engine.held - 1) % self.hold == 0
-        return least if known[least] < self.trials and due else None
+            known[plain] = timings[plain]
+        spaced = (engine.held - 1) % self.hold == 0
+        few = [
+            config
+            for config, steps in known.items()
+            if steps < self.trials
+            and engine.steps >= engine.hopeless.get(config, 0)
+            # of two times one may be wrong: where the host is late, a step seems longer, and the
+            # next one shorter
+            and (spaced or not steps or (self.cost is None and timings[config] < self.trials))
+        ]
+        for config in sorted(few, key=lambda one: known[one]):
+            if not self._is_hopeless(observed, config):
+                return config
+            engine.hopeless[config] = engine.steps + self.hold
+        return None
+
+    def _is_hopeless(self, observed: Observed, config: SpecConfig) -> bool:
+        """Whether a config would lose even if all drafts were kept."""
+        outlook = self._outlook(observed)
+        if not config.num_steps or not outlook.is_timed(config):
+            return False
+        return (config.num_steps + 1) / outlook.costs[config] < max(outlook.next_step().values())
 
     def _is_plain_best(self, outlook: _Outlook) -> bool:
         """Return whether plain decoding without the draft is the best."""
         observed, plain = outlook.observed, outlook.plain
         if observed.bare is None or plain not in observed.configs:
             return False
+        timings = (
+            count.timings(observed.bucket)
+            for config, count in observed.acceptance.items()
+            if config.num_steps
+        )
+        if self.cost is None and sum(timings) < self.trials:
+            return False  # what drafts gain may be of another load's texts
         goodput = outlook.in_the_long_run()
         others = [promised for config, promised in goodput.items() if config != plain]
         return bool(others) and goodput[plain] > max(others) * (1 + self._doubt(observed))
@@ -382,6 +428,17 @@ class _Outlook:
             for config in observed.configs
         }
 
+    @property
+    def is_bare_timed(self) -> bool:
+        """Whether a plain step without the draft was timed at this batch size, or is told."""
+        bare = self.observed.bare
+        return not self._measured or (bare is not None and bool(bare.timings(self.observed.bucket)))
+
+    def is_timed(self, config: SpecConfig) -> bool:
+        """Whether a config was timed at this batch size, or its cost is told."""
+        timings = self.observed.acceptance[config].timings(self.observed.bucket)
+        return not self._measured or bool(timings)
+
     def next_step(self) -> dict[SpecConfig, float]:
         """Return the next step's goodput: some requests may not be ready."""
         observed = self.observed
@@ -406,7 +463,7 @@ class _Outlook:
     def _part(self) -> float:
         """Return what the draft adds to prompts, as a share of these."""
         assert self.bare is not None
-        added = self.costs[self.plain] / self.bare - 1
+        added = max(self.costs[self.plain] / self.bare - 1, 0.0)
         return added if self._resting else added / (1 + added)
 
     def _without_draft(self, bare: Acceptance) -> float:
@@ -416,7 +473,7 @@ class _Outlook:
             return plain
         seconds = bare.seconds(self.observed.bucket)
         if seconds is not None:
-            return min(seconds, plain)
+            return seconds
         # as if the draft took as long as for a token of a config that drafts
         each = [(cost - plain) / one.num_steps for one, cost in self.costs.items() if one.num_steps]
         return max(plain - max(min(each, default=0.0), 0.0), plain / 2)

@@ -192,7 +192,7 @@ def test_a_steps_time_is_that_of_the_bucket_it_ran_in():
 
 
 def test_times_leave_with_their_steps():
-    """What a host was busy with, or compiled, is forgotten; one time is kept, however old."""
+    """What a host was busy with, or compiled, is forgotten; a few are kept, however old."""
     configs = SpeculativeConfigs([DEEP, SHALLOW], None, [1, 4], window=20)
     for _ in range(20):
         configs.count(DEEP, [7], 7, 9.0)
@@ -201,9 +201,10 @@ def test_times_leave_with_their_steps():
         configs.count(SHALLOW, [3], 3, None)
     deep, shallow = configs.acceptance.values()
     assert (deep.seconds(1), deep.seconds(4), shallow.seconds(1)) == (9.0, 2.0, None)
+    assert (deep.timings(1), deep.timings(4), shallow.timings(1)) == (3, 1, 0)
     for _ in range(2):
         configs.count(DEEP, [7], 7, 0.5)
-    assert deep.seconds(1) == 0.5
+    assert (deep.seconds(1), deep.timings(1)) == (0.5, 3)
     for at in range(40):
         configs.count(DEEP, [7], 7, 100.0 + at)
     assert deep.seconds(1) == 132.0, "the median of the last 15"
@@ -384,16 +385,46 @@ def test_what_was_switched_to_is_held_as_long():
 
 
 def test_what_is_not_known_is_tried_and_what_does_not_fit_is_left_out():
-    policy = GoodputPolicy(rough_cost, trials=2, hold=4)
-    seen = observed({DEEP: [7] * 9, SHALLOW: [3], PLAIN: []})
+    costs, gained = {DEEP: 3.0, SHALLOW: 2.0, PLAIN: 1.5}, {DEEP: 4, SHALLOW: 2, PLAIN: 1}
+    policy = GoodputPolicy(lambda config, _: costs[config], trials=2, hold=4)
+    seen = observed({DEEP: [4] * 9, SHALLOW: [2], PLAIN: []})
     chosen = []
     for _ in range(14):
         chosen.append(policy(seen))
-        seen.acceptance[chosen[-1]].add([chosen[-1].num_steps + 1])
+        seen.acceptance[chosen[-1]].add([gained[chosen[-1]]])
     assert chosen == [PLAIN, *[DEEP] * 3, SHALLOW, *[DEEP] * 3, PLAIN, *[DEEP] * 5]
     tight = replace(seen, configs=(SHALLOW, PLAIN))
     assert policy(tight) is SHALLOW
     assert policy(seen) is DEEP, "what was chosen comes back"
+
+
+def test_what_cannot_win_is_not_tried():
+    """Not even if all its tokens were kept."""
+    for cost, tried in ((2.9, True), (3.1, False)):
+        costs = {DEEP: 7.0, SHALLOW: cost, PLAIN: 1.5}
+        policy = GoodputPolicy(lambda config, _, costs=costs: costs[config])
+        seen = observed({DEEP: [7] * 50, SHALLOW: [], PLAIN: []}, current=DEEP)
+        chosen = set()
+        for _ in range(40):
+            chosen.add(policy(seen))
+            seen.acceptance[PLAIN].add([1])
+        assert (SHALLOW in chosen) is tried
+
+
+def test_a_config_is_timed_often_enough_before_it_is_judged():
+    """A host that is late makes a step seem longer, and the next one shorter."""
+    policy = GoodputPolicy()
+    seen = observed({DEEP: [4] * 50, SHALLOW: [], PLAIN: []}, batch=4)
+    for _ in range(15):
+        seen.acceptance[DEEP].timed(4, 4.0)
+    chosen = []
+    times = {PLAIN: iter((1.95, 0.5, 1.4, 1.4)), SHALLOW: iter((2.9, 0.5, 2.2, 2.2))}
+    for _ in range(6):
+        chosen.append(policy(seen))
+        seen.acceptance[chosen[-1]].add([1 + chosen[-1].num_steps // 2])
+        seen.acceptance[chosen[-1]].timed(4, next(times[chosen[-1]]))
+    assert sorted(chosen, key=lambda one: one.num_steps) == [PLAIN] * 3 + [SHALLOW] * 3
+    assert policy(seen) is DEEP
 
 
 def test_measured_times_decide_where_there_are_any():
