@@ -430,12 +430,12 @@ class _Outlook:
 
     @property
     def is_bare_timed(self) -> bool:
-        """Whether a plain step without the draft was timed at this batch size, or is told."""
+        """Whether plain steps without the draft were timed, or are told."""
         bare = self.observed.bare
         return not self._measured or (bare is not None and bool(bare.timings(self.observed.bucket)))
 
     def is_timed(self, config: SpecConfig) -> bool:
-        """Whether a config was timed at this batch size, or its cost is told."""
+        """Whether a config was timed at this batch size, or told."""
         timings = self.observed.acceptance[config].timings(self.observed.bucket)
         return not self._measured or bool(timings)
 
