@@ -51,7 +51,7 @@ HEADS = """
 They are of our own, trained on texts that the target wrote
 ([how](published_model.md#a-head-for-your-target)). Agreement with the target is that of the
 first, middle and last draft step, on texts held out; tokens per step are those of a chain there.
-SEED is 0, 1, 2 and 3: a run each, on GPUs side by side.
+SEED is 0 in the first run, 1 in the second and so on: a run per folder, on GPUs side by side.
 
 {table}
 ```
