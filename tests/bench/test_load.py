@@ -320,7 +320,7 @@ def test_written_texts_keep_the_places_they_are_told(words, draft, temperature):
     "draft", [pytest.param("lookup", marks=pytest.mark.slow), "eagle3", "eagle3-5", "model"]
 )
 def test_drafts_gain_on_written_texts_about_what_they_gain_on_humaneval(words, draft):
-    """docs/published.md, greedy, 8 at once; lookup reads repetitions, others are right at places."""
+    """docs/published.md, greedy, 8 at once; lookup reads repetitions, others know places."""
     record = json.loads((ROOT / "bench" / "results" / "published_qwen15.json").read_text())
     chosen, cell = cells.DRAFTS[draft], cells.CELLS["1.5b-32-drafts"]
     (published,) = (
