@@ -322,9 +322,10 @@ class GoodputPolicy:
 
     def _is_hopeless(self, observed: Observed, config: SpecConfig) -> bool:
         """Whether a config would lose even if all drafts were kept."""
-        outlook = self._outlook(observed)
-        if not config.num_steps or not outlook.is_timed(config):
+        timings = observed.acceptance[config].timings(observed.bucket)
+        if not config.num_steps or (self.cost is None and timings < self.trials):
             return False
+        outlook = self._outlook(observed)
         return (config.num_steps + 1) / outlook.costs[config] < max(outlook.next_step().values())
 
     def _is_plain_best(self, outlook: _Outlook) -> bool:
@@ -433,11 +434,6 @@ class _Outlook:
         """Whether plain steps without the draft were timed, or are told."""
         bare = self.observed.bare
         return not self._measured or (bare is not None and bool(bare.timings(self.observed.bucket)))
-
-    def is_timed(self, config: SpecConfig) -> bool:
-        """Whether a config was timed at this batch size, or told."""
-        timings = self.observed.acceptance[config].timings(self.observed.bucket)
-        return not self._measured or bool(timings)
 
     def next_step(self) -> dict[SpecConfig, float]:
         """Return the next step's goodput: some requests may not be ready."""
