@@ -25,6 +25,23 @@ from specattn.kernels.gluon_names import tma_load
 
 
 @gluon.jit
+def make_ring(w, x, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    """Return stages of shared memory, and barriers that say what they hold.
+
+    A stage's weights came, its rows of x are there, and all ``CONSUMERS`` have read both.
+    """
+    came = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(came.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=CONSUMERS)
+    fence_async_shared()
+    return w, x, came, full, free
+
+
+@gluon.jit
 def _bring_weights(boxes, w, barrier, half, row, k, STEP: gl.constexpr):
     """Bring ``STEP`` rows of weights by TMA, in three boxes."""
     w32, w16, w8 = boxes
@@ -235,16 +252,8 @@ def gluon_linear_kernel(
     x_layout: gl.constexpr = rows.layout
     w = gl.allocate_shared_memory(w32.dtype, [STAGES * 2, 64, BK], w_layout)
     x = gl.allocate_shared_memory(w32.dtype, [STAGES, BT, BK], x_layout)
-    came = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(came.index(stage), count=1)
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=1)
-    fence_async_shared()
     # what passes between warps, and what they share of the work
-    boxes, ring = (w32, w16, w8), (w, x, came, full, free)
+    boxes, ring = (w32, w16, w8), make_ring(w, x, 1, STAGES)
     share = begin, count, turns
     # the warps that take over need most of a microsecond to start
     for step in range(gl.minimum(count, PACE)):

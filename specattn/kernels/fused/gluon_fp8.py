@@ -12,14 +12,13 @@ those of the weight, their row stride and the index of their last row; and room 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.fused.gluon import bring, produce_rows, produce_weights, store_tile
+from specattn.kernels.fused.gluon import bring, make_ring, produce_rows, produce_weights, store_tile
 from specattn.kernels.gluon_names import reinterpret
 
 
@@ -223,15 +222,7 @@ def gluon_scaled_linear_kernel(
     x = gl.allocate_shared_memory(w32.dtype, [STAGES, TERMS * BT, 128], rows.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     room = gl.allocate_shared_memory(gl.float32, [KEPT, BT], plain)
-    came = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(came.index(stage), count=1)
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=1)
-    fence_async_shared()
-    boxes, ring = (w32, w16, w8), (w, x, came, full, free)
+    boxes, ring = (w32, w16, w8), make_ring(w, x, 1, STAGES)
     share = begin, count, turns
     for step in range(gl.minimum(count, PACE)):
         bring(boxes, ring, low, high, (begin + step) * 128, step, STEP, 128, STAGES)

@@ -15,14 +15,13 @@ shared memory.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specattn.kernels.fused.gluon import bring, produce_weights, store_tile
+from specattn.kernels.fused.gluon import bring, make_ring, produce_weights, store_tile
 from specattn.kernels.gluon_names import tma_load
 
 
@@ -181,16 +180,9 @@ def gluon_wide_gated_kernel(
     mixed = gl.allocate_shared_memory(w32.dtype, [STAGES, 64, BK], w32.layout)
     x = gl.allocate_shared_memory(w32.dtype, [STAGES, BT, BK], rows.layout)
     more = gl.allocate_shared_memory(w32.dtype, [STAGES, MORE, BK], rows.layout)
-    came = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(came.index(stage), count=1)
-        mbarrier.init(full.index(stage), count=1)
-        # both warpgroups
-        mbarrier.init(free.index(stage), count=2)
-    fence_async_shared()
-    boxes, ring, wide = (w32, w16, w8), (w, x, came, full, free), (more, mixed)
+    boxes, wide = (w32, w16, w8), (more, mixed)
+    # both warpgroups read a stage
+    ring = make_ring(w, x, 2, STAGES)
     for step in range(gl.minimum(steps, PACE)):
         bring(boxes, ring, low, high, step * BK, step, 64, BK, STAGES)
     to, share = (out, tokens, width, stride_row), (0, steps, 1)
