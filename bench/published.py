@@ -174,14 +174,18 @@ def run(
 def departures(
     plain: Sequence[Sequence[int]], found: Sequence[Sequence[int]], gaps: Sequence[Sequence[float]]
 ) -> dict[str, Any]:
-    """Return how many texts are plain decoding's, and the gaps where the others depart from it."""
+    """Return how many texts are plain decoding's, and the gaps where the others depart from it.
+
+    Of the largest gap, the text and the token are told.
+    """
     near = []
-    for one, other, gap in zip(plain, found, gaps, strict=False):
+    for text, (one, other, gap) in enumerate(zip(plain, found, gaps, strict=False)):
         pairs = zip(one, other, strict=False)
         departs = [at for at, (a, b) in enumerate(pairs) if a != b]
-        near += [round(gap[at], 4) for at in departs[:1]]
+        near += [(round(gap[at], 4), text, at) for at in departs[:1]]
     equal = sum(a == b for a, b in zip(plain, found, strict=False))
-    return {"equal_to_plain": equal, "gaps_at_departures": sorted(near)}
+    line = {"equal_to_plain": equal, "gaps_at_departures": sorted(gap for gap, *_ in near)}
+    return line | ({"largest_gap_at": max(near)[1:]} if near else {})
 
 
 def gaps_of(

@@ -30,7 +30,9 @@ def test_departures_are_counted_with_the_gap_there():
     assert published.departures(plain, found, gaps) == {
         "equal_to_plain": 1,
         "gaps_at_departures": [0.0312, 0.5],
+        "largest_gap_at": (2, 0),
     }
+    assert "largest_gap_at" not in published.departures(plain, plain, gaps)
 
 
 def test_every_line_has_a_name_of_its_own():
