@@ -270,7 +270,7 @@ class GoodputPolicy:
 
         These are what each would come to in the long run, with all requests ready. Where a draft
         may rest, it rests in plain decoding, and other configs pay for its part of prompts, too:
-        about as large a part as that of a step.
+        half as large a part as that of a plain step.
 
         Parameters
         ----------
@@ -457,9 +457,12 @@ class _Outlook:
         }
 
     def _part(self) -> float:
-        """Return what the draft adds to prompts, as a share of these."""
+        """Return what the draft adds to prompts, as a share of these.
+
+        It adds half of what it adds to a plain step, where its kernels wait for each other.
+        """
         assert self.bare is not None
-        added = max(self.costs[self.plain] / self.bare - 1, 0.0)
+        added = max(self.costs[self.plain] / self.bare - 1, 0.0) / 2
         return added if self._resting else added / (1 + added)
 
     def _without_draft(self, bare: Acceptance) -> float:

@@ -85,7 +85,8 @@ class World:
                 configs.prepare(self.load(at))
             while len(texts) < self.load(at):
                 drafts = configs.drafting and not plain
-                took = self.prompt * (1 + self.share * drafts)
+                # in a step the draft's kernels wait for each other
+                took = self.prompt * (1 + self.share * drafts / 2)
                 texts.append(Text(lens.randint(80, 160), drafts))
                 configs.prompt_took(took)
                 time += took

@@ -94,10 +94,10 @@ def test_what_drafts_pays_for_its_part_of_prompts():
     seen.bare.timed(2, 1.0)
     decide = GoodputPolicy(hold=1, trials=0)
     tokens = expected_tokens(seen.acceptance, DEEP)
-    # of 1.2 the draft has 0.2, for two requests
-    drafting = {DEEP: 1 / (2 / tokens + 2 * 0.06 / 6), PLAIN: 1.0}
+    # of 1.1 the draft has 0.1, for two requests
+    drafting = {DEEP: 1 / (2 / tokens + 2 * 0.06 / 11), PLAIN: 1.0}
     assert decide.goodput(seen) == pytest.approx(drafting)
     assert decide(seen) == PLAIN
     # while it rests, prompts take 0.06 without it
-    resting = drafting | {DEEP: 1 / (2 / tokens + 2 * 0.06 * 0.2)}
+    resting = drafting | {DEEP: 1 / (2 / tokens + 2 * 0.06 * 0.1)}
     assert decide.goodput(seen) == pytest.approx(resting)
