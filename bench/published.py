@@ -69,7 +69,10 @@ NODES = (16, 32, 64, 128)
 #: What an adaptive engine chooses from, the first one its start. Each choice more costs trials, so
 #: trees are among those of the draft alone whose trees win.
 CHOICES: tuple[Shape, ...] = ((7, 1, 8), (3, 1, 4), (0, 1, 1))
-ADAPTIVE: dict[str, tuple[Shape, ...]] = {"eagle3": ((5, 4, 16), (7, 8, 64), *CHOICES[1:])}
+ADAPTIVE: dict[str, tuple[Shape, ...]] = {
+    "eagle3": ((5, 4, 16), (7, 8, 64), *CHOICES[1:]),
+    **dict.fromkeys(("model", f"{LOOKUP}+model"), ((5, 1, 6), *CHOICES[1:])),
+}
 #: Problems for a batch, so that the smallest takes no longer than the others.
 ROUNDS = {1: 10, 8: 5}
 #: How steps are run: by default in one graph, where the backend can.
