@@ -29,6 +29,7 @@ from tests.interpreter import (
     spread_bits,
     without_idle_checks,
 )
+from tests.samples import left_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,6 +130,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip GPU tests without a GPU; with one, whatever runs on `DEVICE` is a GPU test."""
+    for item in left_out(items):
+        item.add_marker(pytest.mark.whole)
     if not config.getoption("--whole"):
         left = [item for item in items if item.get_closest_marker("whole")]
         config.hook.pytest_deselected(items=left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from specattn.testing.kit import Check
 
@@ -37,6 +38,33 @@ def compiled(names: Iterable[str], *, without: Collection[str] = ()) -> list[obj
     on_gpu = torch.cuda.is_available()
     rows = {name: pytest.mark.whole if on_gpu and name in without else () for name in names}
     return [pytest.param(name, id=name, marks=mark) for name, mark in rows.items()]
+
+
+def on_cpu(keep: Callable[..., bool], *axes: str) -> pytest.MarkDecorator:
+    """Mark cases that ``keep`` refuses ``whole`` where there is no GPU; with one, all of them run.
+
+    ``keep`` gets the index of the value of every axis, which is an argument of the test.
+    """
+    return pytest.mark.on_cpu(keep, axes)
+
+
+def left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Find the cases that `on_cpu` marks."""
+    seen: dict[object, list[object]] = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("on_cpu")
+        if mark is None or torch.cuda.is_available():
+            continue
+        keep, axes = mark.args
+        at = []
+        for axis in axes:
+            value, values = item.callspec.params[axis], seen[item.function, axis]
+            # a tensor or an array is equal to none
+            if not any(value is one for one in values):
+                values.append(value)
+            at.append(next(i for i, one in enumerate(values) if value is one))
+        if not keep(*at):
+            yield item
 
 
 def kit(checks: Iterable[Check]) -> pytest.MarkDecorator:

@@ -11,6 +11,7 @@ from specattn import Engine, Request, SpecConfig
 from specattn.kernels.attention.reference import attend, csr_views
 from specattn.models import HFTarget, fuse, load_dflash, load_draft
 from specattn.models.hub import PAIR, PAIR_HEADS
+from tests.samples import half, on_cpu
 
 PROMPT = [5, 6, 7]
 
@@ -19,6 +20,7 @@ def target(dtype: torch.dtype = torch.float32) -> HFTarget:
     return HFTarget.from_pretrained(PAIR / "target", dtype=dtype)
 
 
+@on_cpu(half, "fused", "kind")
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_engines(kind, fused) -> None:

@@ -27,6 +27,7 @@ from tests.oracle import (
     make_tree_case,
     tolerances_of,
 )
+from tests.samples import half, on_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HERE = torch.device(DEVICE)
@@ -123,6 +124,7 @@ def agree(found):
             pytest.fail(f"{one} and {other} in {dtype}: {error}")
 
 
+@on_cpu(half, "forward", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_backends_agree(forward, dtype):

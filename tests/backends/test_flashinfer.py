@@ -30,6 +30,7 @@ from tests.backends.flashinfer_cases import (
 )
 from tests.filling import put
 from tests.oracle import check, make_extend_case, make_tree_case, oracle_extend
+from tests.samples import half, on_cpu
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +88,7 @@ def test_a_ragged_prompt_equals_the_oracle(scheduled, options):
     check(case, oracle_extend(case), tolerances=TOLERANCES)
 
 
+@on_cpu(half, "topk", "kind", "page_size")
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
     ("kind", "indices", "options"),

@@ -18,6 +18,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine
 from specattn.engine.metrics import EngineMetrics
 from specattn.engine.request import Request
+from tests.samples import half, on_cpu
 
 SIZES = {
     "hidden_size": 32,
@@ -85,6 +86,7 @@ def test_an_engine_that_fails_ends_the_load(monkeypatch):
         client.load(made, CELL.requests(97, 0), CELL.at_once, seconds=600)
 
 
+@on_cpu(half, "draft", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("draft", ["plain", "eagle3"])
 def test_texts_that_the_target_does_not_write_are_refused(draft, dtype):
@@ -294,6 +296,7 @@ def gained(text, kept, steps):
     return found
 
 
+@on_cpu(half, "draft", "temperature")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("draft", ["plain", "lookup", "eagle3", "eagle3-5", "model"])
 def test_written_texts_keep_the_places_they_are_told(words, draft, temperature):

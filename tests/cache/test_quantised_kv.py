@@ -17,6 +17,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.errors import CaptureMismatch, UnsupportedError
 from tests import tiny
 from tests.kernels.test_float8 import nearest
+from tests.samples import half, on_cpu
 from tests.tiny import DenseAttend, TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE, MODES, part_of, world
 
@@ -156,6 +157,7 @@ BACKEND_KINDS = {
 }
 
 
+@on_cpu(half, "backend", "setting")
 @pytest.mark.parametrize("setting", [(0, 1, 1), (4, 1, 5), (3, 4, 12)], ids=str)
 @pytest.mark.parametrize("backend", BACKEND_KINDS.values(), ids=BACKEND_KINDS)
 def test_speculation_writes_what_dense_decoding_over_rounded_keys_writes(

@@ -12,6 +12,7 @@ from specattn.engine.configs import SpeculativeConfigs
 from specattn.engine.engine import Engine, Request
 from tests.books import check_books
 from tests.engines import engine as tiny_engine
+from tests.samples import half, on_cpu
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -24,6 +25,7 @@ PROMPTS = [[3, 1, 4], [3, 1, 4], list(range(1, 30)), list(range(1, CONTEXT))]
 engine = partial(tiny_engine, context=CONTEXT, rows=3, device=DEVICE, buckets=(1, 3))
 
 
+@on_cpu(half, "trees", "ahead")
 @pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
 @pytest.mark.parametrize(
     ("trees", "further"),

@@ -14,6 +14,7 @@ from tests.engine.test_processors import CONFIGS, COUNT, PROMPTS, engine
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, dense_logits, greedy_text
 from tests.regressions.masks import leave
+from tests.samples import half, on_cpu
 from tests.tiny import TinyTarget
 from tests.worlds import DEVICE
 
@@ -23,6 +24,7 @@ def steps(run, until) -> None:
         run.step(ahead=True)
 
 
+@on_cpu(half, "config", "options")
 @pytest.mark.parametrize("options", [{}, {"cudagraph": "piecewise"}, {"tbo": True}], ids=str)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_greedy_texts_are_those_of_plain_constrained_decoding(config, options):

@@ -18,6 +18,7 @@ from specattn.speculative.step.level import Level, StepPart
 from specattn.speculative.step.step import Step
 from tests.engines import engine as tiny_engine
 from tests.processors import GREEDY, dense_logits, drawn_from, processed
+from tests.samples import half, on_cpu
 from tests.tiny import VOCAB, TinyTarget
 from tests.worlds import DEVICE
 
@@ -74,6 +75,7 @@ def check(request: Request, out) -> None:
         assert others == pytest.approx(named, abs=TOLERANCE)
 
 
+@on_cpu(half, "of", "config")
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("of", ["raw", "processed"])
 def test_they_are_those_of_a_plain_forward(config, of):

@@ -9,7 +9,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
-from tests.samples import half, sampled
+from tests.samples import half, on_cpu, sampled
 from tests.speculative.test_host_plans import PlanningBackend
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
@@ -113,6 +113,7 @@ def test_however_the_step_is_run(models, monkeypatch, options):
     check(models, monkeypatch, SAMPLING["sampled"], "nan", ahead=True, **options)
 
 
+@on_cpu(half, "temperature", "tree")
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_prompt_may_end_a_request(models, monkeypatch, tree, temperature):

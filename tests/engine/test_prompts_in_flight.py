@@ -17,6 +17,7 @@ from specattn.speculative.prompts.runner import PromptRunner
 from specattn.speculative.sampling.params import SamplingParams
 from specattn.speculative.step.host_buffers import PendingStep
 from tests.books import check_books
+from tests.samples import half, on_cpu
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -80,6 +81,7 @@ class Log:
         monkeypatch.setattr(PendingStep, "wait", waited)
 
 
+@on_cpu(half, "tree", "buckets")
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(
     ("buckets", "chunk"), [((), 4096), ((16, 40), 40), ((6, 12), 4096), ((), 9)]
@@ -178,6 +180,7 @@ class Clock:
         return pending
 
 
+@on_cpu(half, "chunk", "tree")
 @pytest.mark.parametrize("tree", ["plain", "chain"])
 @pytest.mark.parametrize("chunk", [512, 128])
 def test_a_gap_is_two_steps_and_a_chunk_at_most(monkeypatch, tree, chunk):

@@ -17,6 +17,7 @@ from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
 from specattn.speculative.proposers.standalone import LMDraft
 from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
+from tests.samples import half, on_cpu
 from tests.tiny import VOCAB, TinyBlockDraft, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -73,6 +74,7 @@ def make(policy, draft="EAGLE", target=None, **options) -> Engine:
     return Engine(target, made(), config, configs=[*others, PLAIN], policy=policy, **options)
 
 
+@on_cpu(half, "draft", "seed")
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize(("seed", "cudagraph"), [(1, "full"), (2, "piecewise")])
 def test_texts_are_those_of_plain_decoding_whenever_a_draft_rests(draft, seed, cudagraph):

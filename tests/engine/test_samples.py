@@ -10,6 +10,7 @@ from specattn.errors import CapacityError
 from specattn.speculative.sampling.params import SamplingParams
 from tests.books import check_books
 from tests.engines import engine as tiny_engine
+from tests.samples import half, on_cpu
 
 CONTEXT, ROWS, N, NEW, PAGE = 64, 4, 3, 20, 4
 PROMPT = [7 * at % 61 for at in range(22)]
@@ -67,6 +68,7 @@ def test_their_slots_are_counted_once(models):
     assert held(run) == 0
 
 
+@on_cpu(half, "end", "who")
 @pytest.mark.parametrize("who", range(N), ids=["the donor", "the second", "the last"])
 @pytest.mark.parametrize("end", ["dropped", "length"])
 def test_whoever_ends_first_leaves_the_prompt_to_the_others(models, want, who, end):

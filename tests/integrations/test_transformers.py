@@ -28,7 +28,7 @@ from specattn.speculative.sampling.logits_processor import LogitsProcessor
 from tests.distributions import Distribution, joint, p_value
 from tests.models import heads
 from tests.models.conftest import TINY
-from tests.samples import half, sampled, star
+from tests.samples import half, on_cpu, sampled, star
 from tests.speculative import three_tokens
 
 MODELS = {
@@ -325,6 +325,7 @@ class Holds(StoppingCriteria):
         return held.any().expand(len(held)) if self.together else held
 
 
+@on_cpu(half, "together", "eos")
 @pytest.mark.parametrize("eos", [EOS, None], ids=["eos", "no eos"])
 @pytest.mark.parametrize("together", [False, True])
 def test_stopping_criteria(head, eos, together):

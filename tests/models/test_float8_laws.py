@@ -18,6 +18,7 @@ from specattn.models.fused import projection, scaled
 from specattn.models.quantisation import quantise_model
 from tests import processors
 from tests.models.test_quantised import in_float64
+from tests.samples import half, on_cpu
 from tests.speculative import three_tokens
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def pair(tiny: Callable[..., Any], kind: str, device: str = "cpu") -> tuple[Any,
     return target, draft, module
 
 
+@on_cpu(half, "kind", "name")
 @pytest.mark.parametrize("name", ["chain", "tree", "rejection"])
 @pytest.mark.parametrize("kind", ["fp8", "fp8-channel"])
 def test_drawn_texts_have_the_law_of_the_quantised_model(tiny, kind, name) -> None:

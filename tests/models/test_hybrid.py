@@ -33,7 +33,7 @@ from tests.models.heads import VD, eagle3_tensors, write
 from tests.models.test_checkpoints import save_tokenizer
 from tests.models.test_dflash import dflash_tensors
 from tests.models.test_dflash import write as write_dflash
-from tests.samples import half, sampled
+from tests.samples import half, on_cpu, sampled
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 61], [23], [7, 7, 80, 12, 55, 31, 2, 64, 19, 28, 77]]
 NEW = 20
@@ -63,6 +63,7 @@ def requests(**asked) -> list[Request]:
     return [Request(prompt, NEW, **asked) for prompt in PROMPTS]
 
 
+@on_cpu(half, "world", "fused", "shape")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("fused", [False, True], ids=["modules", "fused"])
 def test_greedy_texts_are_transformers_own(world, fused, shape) -> None:
@@ -77,6 +78,7 @@ def test_greedy_texts_are_transformers_own(world, fused, shape) -> None:
     assert max(steps) < NEW - 1 if config.num_steps else min(steps) == NEW - 1
 
 
+@on_cpu(half, "world", "shape")
 @pytest.mark.parametrize("shape", ["chain", "beams of 2", "best first"])
 def test_heads_draft_for_it(world, tmp_path, shape) -> None:
     """An EAGLE-3 head reads layers of both kinds."""
@@ -226,6 +228,7 @@ def goes_on(run, kept, results, texts) -> None:
     assert [result.tokens for result in results] == texts
 
 
+@on_cpu(half, "cudagraph", "phase")
 @pytest.mark.parametrize("phase", PHASES[:-1])
 @pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
 def test_a_half_that_fails_undoes_no_other(one, guesses, monkeypatch, phase, cudagraph) -> None:

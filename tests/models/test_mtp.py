@@ -21,6 +21,7 @@ from specattn.models import FusedTarget, HFTarget, MtpHead, fuse, load_draft
 from specattn.models.mtp_checkpoint import has_mtp
 from specattn.testing import proposer_conformance
 from tests.models.mtp_models import SIZE, TARGETS, VOCAB, Mtp, Oracle
+from tests.samples import half, on_cpu
 
 NAMES = [*TARGETS]
 
@@ -233,6 +234,12 @@ def chained(served) -> list[RequestOutput]:
     return speculated(target, head, "chain")
 
 
+def chain_or_half(kind: int, tree: int) -> bool:
+    """Chains say most of a head."""
+    return not tree or half(kind, tree)
+
+
+@on_cpu(chain_or_half, "served", "tree")
 @pytest.mark.parametrize("tree", TREES)
 def test_texts_are_the_targets_own(served, chained, tree) -> None:
     mtp, texts, target, head = served

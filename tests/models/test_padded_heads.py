@@ -15,7 +15,7 @@ from tests.models import test_dflash as dflash
 from tests.models.heads import HT, rand
 from tests.models.test_checkpoints import save_tokenizer
 from tests.models.test_end_to_end import greedy
-from tests.samples import half, sampled
+from tests.samples import half, on_cpu, sampled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,6 +141,7 @@ def test_a_mask_token_must_have_an_embedding(padded, tmp_path) -> None:
         load_dflash(folder, target)
 
 
+@on_cpu(half, "kind", "size")
 @pytest.mark.parametrize("size", [MORE, LESS], ids=["larger", "smaller"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_padded_heads_draw(padded, tmp_path, kind, size) -> None:

@@ -24,7 +24,7 @@ from specattn.models.fused.scaled import FORMATS, ScaledLinear, ScaledProjection
 from specattn.models.quantisation import quantise_model
 from tests.implementations import using
 from tests.models.heads import VD, eagle3_tensors, write
-from tests.samples import half, sampled
+from tests.samples import half, on_cpu, sampled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,6 +61,7 @@ def quantised(x: torch.Tensor, one: ScaledProjection) -> torch.Tensor:
     return torch.cat(found, dim=1)
 
 
+@on_cpu(half, "path", "kind", "bias")
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)
@@ -95,6 +96,7 @@ def test_every_method_of_a_projection(kind, bias) -> None:
     assert lost < 1e-3 if kind == "fp8-weights" else 1e-2 < lost < 6e-2
 
 
+@on_cpu(half, "path", "kind", "plain_gates")
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("plain_gates", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)

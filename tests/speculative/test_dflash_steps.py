@@ -15,7 +15,7 @@ from specattn.speculative.proposers import draft
 from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
 from specattn.speculative.sampling.params import SamplingParams
 from specattn.speculative.step import verify
-from tests.samples import sampled, star
+from tests.samples import half, on_cpu, sampled, star
 from tests.speculative import three_tokens
 from tests.speculative.blocks import PROMPTS, SIZE, decode, engine, p_value
 from tests.speculative.three_tokens import PROMPT
@@ -63,6 +63,7 @@ def test_a_block_may_draft_from_its_first_place(first_draft):
     assert max(decode(engine(config, draft))) > 2
 
 
+@on_cpu(half, "indices", "tree")
 @pytest.mark.parametrize("tree", [(4, 1, 12, 4), (1, 1, 4, 6), (4, 1, 40, 61)], ids=str)
 @pytest.mark.parametrize("indices", ["table", "csr"])
 def test_a_best_first_tree_grows_along_the_chain_of_an_eagle_head(tree, indices):

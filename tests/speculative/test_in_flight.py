@@ -11,6 +11,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.step.host_buffers import InFlight
 from tests.books import check_books
+from tests.samples import half, on_cpu
 from tests.speculative.stepping import PROMPTS, admitted, engine, hold_up, told_of_itself
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import BACKENDS, DEVICE
@@ -72,6 +73,7 @@ def test_a_freed_row_is_given_away_while_its_step_is_in_flight(backend):
         assert text == dense_greedy(run.target.model, one, len(text))
 
 
+@on_cpu(half, "cudagraph", "tbo")
 @pytest.mark.parametrize("tbo", [False, True], ids=["whole", "tbo"])
 @pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
 @pytest.mark.parametrize("backend", BACKENDS)

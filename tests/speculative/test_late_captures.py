@@ -18,7 +18,7 @@ from specattn.speculative.sampling.params import SamplingParams
 from specattn.speculative.step import decoder as step_decoder
 from specattn.speculative.step.launch import StepMemory
 from tests.books import check_books
-from tests.samples import half, sampled
+from tests.samples import half, on_cpu, sampled
 from tests.tiny import TinyBlockDraft, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -100,6 +100,7 @@ def test_buffers_without_room_are_named_like_graphs(monkeypatch, caplog):
     assert caplog.text.count("out of device memory capturing step for a batch of 3;") == 1
 
 
+@on_cpu(half, "fault", "cudagraph")
 @pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
 def test_drawing_steps_that_cannot_be_captured_run_eagerly(monkeypatch, caplog, fault, cudagraph):
     """The first request that draws has them captured, and no other tries it again."""

@@ -18,7 +18,7 @@ from specattn.speculative.step.step import Step
 from tests.books import check_books
 from tests.grammars import Remainders, constrained_text
 from tests.processors import GREEDY, greedy_text
-from tests.samples import sampled, star
+from tests.samples import half, on_cpu, sampled, star
 from tests.speculative import three_tokens
 from tests.tiny import VOCAB, TinyDraft, TinyTarget, dense_greedy
 
@@ -187,6 +187,7 @@ def test_a_match_goes_before_the_draft_and_no_match_leaves_it(models):
 NEVER = LookupProposer(64, 64)
 
 
+@on_cpu(half, "last", "tree")
 @pytest.mark.parametrize("tree", ["chain", "tree"])
 @pytest.mark.parametrize("last", ["lookup", "draft"])
 def test_whoever_stands_behind_drafts_as_alone(models, expected, tree, last):

@@ -22,6 +22,7 @@ from specattn.speculative.states import RequestStates
 from specattn.speculative.step.decoder import StepDecoder
 from specattn.speculative.step.level import Level
 from specattn.speculative.step.setup import StepSetup
+from tests.samples import half, on_cpu
 from tests.tiny import VOCAB, TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -87,6 +88,7 @@ def test_a_draft_reads_the_prompts_own_tokens_at_the_ends_of_pieces(chunk):
         torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
 
 
+@on_cpu(half, "tree", "change")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -14,6 +14,7 @@ from specattn.speculative.step.level import Level
 from tests.grammars import Remainders, constrained_text
 from tests.own_processors import NoNgram
 from tests.processors import GREEDY, greedy_text
+from tests.samples import half, on_cpu
 from tests.speculative.stepping import PROMPTS, SETTINGS, admitted, engine
 from tests.speculative.test_tbo_step import Counted
 from tests.tiny import TinyDraft
@@ -65,6 +66,7 @@ def phase_by_phase(decoder, rows, grammars=None) -> list[list[int]]:
     return [tokens[:count] for count, *tokens in step.packed.tolist()]
 
 
+@on_cpu(half, "setting", "by")
 @pytest.mark.parametrize("by", ["launches", "two in flight", "phases"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_steps_by_hand_write_what_plain_decoding_writes(setting, by):

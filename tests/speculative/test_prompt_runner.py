@@ -23,6 +23,7 @@ from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
 from specattn.speculative.sampling.processors import ProcessorStates, token_bitmask
 from specattn.speculative.step.level import Level
 from specattn.speculative.step.setup import StepSetup
+from tests.samples import half, on_cpu
 from tests.tiny import VOCAB, TinyBlockDraft, TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -122,6 +123,7 @@ def same(got: dict, want: dict) -> None:
         torch.testing.assert_close(got[name], one, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@on_cpu(half, "kind", "buckets")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("buckets", "chunk"),

@@ -9,6 +9,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.errors import CapacityError
 from tests.books import check_books
 from tests.engines import engine as tiny_engine
+from tests.samples import half, on_cpu
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,6 +31,7 @@ def engine(models, slots: int, rows: int = 2, page_size: int = 1) -> Engine:
     return tiny_engine((3, 4, 9), context=CONTEXT, rows=rows, page_size=page_size, **options)
 
 
+@on_cpu(half, "order", "ahead", "slots")
 @pytest.mark.parametrize("ahead", [False, True], ids=["waited", "ahead"])
 @pytest.mark.parametrize("order", [(NEAR, SHORT), (SHORT, NEAR)], ids=["first", "last"])
 @pytest.mark.parametrize(("slots", "page_size"), [(len(NEAR.prompt) + NEED, 1), (CONTEXT + 8, 8)])

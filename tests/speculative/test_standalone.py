@@ -16,7 +16,7 @@ from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
 from specattn.speculative.step.decoder import StepDecoder
 from specattn.speculative.step.setup import StepSetup
 from tests.books import check_books
-from tests.samples import sampled, star
+from tests.samples import half, on_cpu, sampled, star
 from tests.speculative import three_tokens
 from tests.speculative.test_host_plans import PlanningBackend
 from tests.tiny import VOCAB, DenseAttend, TinyTarget, dense_greedy
@@ -84,6 +84,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(target, wanted, tree, options
     check_books(engine.table)
 
 
+@on_cpu(half, "chunk", "tree")
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("chunk", [4096, 5])
 def test_a_draft_like_the_target_is_always_right(target, wanted, tree, chunk) -> None:

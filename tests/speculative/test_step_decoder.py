@@ -18,6 +18,7 @@ from specattn.speculative.proposers.eagle import EagleProposer
 from specattn.speculative.sampling.params import SamplingBatch, SamplingParams
 from specattn.speculative.states import RequestStates
 from specattn.speculative.step.decoder import StepDecoder
+from tests.samples import half, on_cpu
 from tests.speculative.stepping import DRAWN, PROMPTS, SETTINGS, admitted, engine
 from tests.tiny import dense_greedy
 from tests.worlds import BACKENDS, DEVICE
@@ -78,6 +79,7 @@ def test_a_request_without_slots_sits_out(tree, cudagraph):
     assert text == dense_greedy(run.target.model, PROMPTS[2], len(text))
 
 
+@on_cpu(half, "cudagraph", "sampling")
 @pytest.mark.parametrize("sampling", [False, True], ids=["target", "rejection"])
 @pytest.mark.parametrize("cudagraph", ["full", "piecewise"])
 def test_drawn_tokens_do_not_depend_on_seams_or_company(cudagraph, sampling):

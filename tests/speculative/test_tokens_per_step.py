@@ -13,6 +13,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
 from specattn.speculative.proposers.standalone import LMDraft
 from tests.kernels.lookup.test_lookup import brute_force
+from tests.samples import half, on_cpu
 from tests.speculative.test_draft_paths import dense_features
 from tests.tiny import (
     VOCAB,
@@ -167,6 +168,7 @@ def drafting(kind, tree, target):
     return LookupFirst(LookupProposer(2, 5), draft), lambda text: front(text) or behind(text)
 
 
+@on_cpu(half, "kind", "tree")
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("kind", [*KINDS, *(f"lookup before {other}" for other in KINDS)])
 @torch.no_grad()

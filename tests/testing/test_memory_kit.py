@@ -12,6 +12,7 @@ from specattn.speculative.model import ModelSlot
 from specattn.testing import ConformanceError, memory_conformance
 from specattn.testing.memories import CONFIGS
 from tests.memories import Sums, slot_of
+from tests.samples import half, on_cpu
 from tests.tiny import TinyTarget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,6 +20,7 @@ TARGET = TinyTarget(window=6, device=DEVICE)
 SLOTS = {"keys and values": None, "a memory by row": slot_of}
 
 
+@on_cpu(half, "slot", "config")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda one: f"{one.num_steps}x{one.topk}")
 @pytest.mark.parametrize("slot", SLOTS.values(), ids=SLOTS)
 def test_what_a_memory_holds_is_what_plain_decoding_leaves(slot, config) -> None:

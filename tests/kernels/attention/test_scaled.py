@@ -19,6 +19,7 @@ from tests.kernels.attention.calls import (
 )
 from tests.oracle import LAYOUT, Case, make_csr_case, make_tree_case, oracle_csr, oracle_tree
 from tests.recordings import recorded, refill
+from tests.samples import half, on_cpu
 
 if TYPE_CHECKING:
     from specattn.kernels.attention import TreeAttention
@@ -88,6 +89,7 @@ def check(found: Any, case: Case, kernel: TreeAttention, exact: torch.Tensor) ->
     assert off(found.restored(), exact.flatten(1)) < limit
 
 
+@on_cpu(half, "name", "terms")
 @pytest.mark.usefixtures("new_is_nan")
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("name", CASES)

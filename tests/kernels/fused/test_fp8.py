@@ -18,6 +18,7 @@ from specattn.kernels.fused import (
 )
 from specattn.kernels.fused.fp8 import RowsFormat, ScaledRows, ScaledWeight
 from specattn.kernels.fused.gates import gate_heads
+from tests.samples import half, on_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
@@ -205,6 +206,7 @@ LINEAR = [
 ]
 
 
+@on_cpu(half, "implementation", "dtype", "rows", "blocks", "terms")
 @pytest.mark.usefixtures("empty_is_nan")
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("blocks", [False, True])
@@ -397,6 +399,7 @@ def test_no_pairs_of_norms(implementation) -> None:
 GATED = [(1, 128, 1), (5, 72, 1), (3, 576, 2), (17, 520, 3), (2, 1100, 1), (65, 2100, 1)]
 
 
+@on_cpu(half, "implementation", "dtype", "rows", "blocks", "terms")
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("rows", "size", "split"), GATED)
@@ -442,6 +445,7 @@ def test_no_gated_number_is_lost(implementation, number) -> None:
         assert found.restored().sum(1).isfinite().tolist() == [True, False, True]
 
 
+@on_cpu(half, "implementation", "dtype", "rows", "blocks", "terms")
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(1, 128), (5, 72), (17, 520), (2, 1100), (65, 2100)])

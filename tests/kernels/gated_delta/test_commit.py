@@ -25,6 +25,7 @@ from tests.kernels.gated_delta.oracle import (
     tokens_of,
     tree,
 )
+from tests.samples import half, on_cpu
 
 by_each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
@@ -58,6 +59,7 @@ def poison_rejected(nodes: Nodes, paths) -> Nodes:
     return Nodes(*found)
 
 
+@on_cpu(half, "states", "kind", "gates", "implementation")
 @by_each
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,6 +90,7 @@ def test_a_state_goes_on_by_the_accepted_nodes(states, kind, gates, implementati
             assert torch.equal(windows[layer, rows[which]], text[:, -(shape.width - 1) :])
 
 
+@on_cpu(half, "dtype", "states", "gates", "implementation")
 @by_each
 @pytest.mark.parametrize("gates", ["one", "mixed"])
 @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])

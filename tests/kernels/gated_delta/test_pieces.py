@@ -23,6 +23,7 @@ from tests.kernels.gated_delta.oracle import (
     unwritten,
     weights_for,
 )
+from tests.samples import half, on_cpu
 
 by_each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 # what a GPU takes for models in bfloat16, beyond what its registers hold in float32, and for others
@@ -40,6 +41,7 @@ def chunks_of(tokens):
     return mock.patch.object(pieces, "chunk_tokens", return_value=tokens)
 
 
+@on_cpu(half, "lengths", "gates", "chunk", "implementation")
 @by_each
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("gates", GATES)

@@ -29,6 +29,7 @@ from tests.kernels.gated_delta.oracle import (
     weights_for,
     words_of_trees,
 )
+from tests.samples import half, on_cpu
 
 # errors by the root mean square of outputs
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -54,6 +55,7 @@ def verified(shape, trees, gates="model", *, alike=False, seed=0, rows=None, **o
     return found.unflatten(0, (batch, n)), torch.stack(want)
 
 
+@on_cpu(half, "n", "kind", "gates", "implementation")
 @by_each
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,6 +176,7 @@ def test_a_chain_is_the_recurrence_whatever_reads_it(states, n, implementation):
     assert apart(found, want) < (2e-5 if states == torch.float32 else 6e-2)
 
 
+@on_cpu(half, "n", "limits", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limits", [{"ONE": 8}, {"FEW": 0}, {"FEW": 64}])
 @pytest.mark.parametrize("n", [4, 16, 17])
@@ -185,6 +188,7 @@ def test_programs_of_any_number_take_other_tiles(n, limits, dtype):
     assert apart(found, want) < TOLERANCE[dtype]
 
 
+@on_cpu(half, "dtype", "n", "split", "width", "implementation")
 @by_each
 @pytest.mark.parametrize("width", [2, 4, 5])
 @pytest.mark.parametrize("split", [1, 3])
