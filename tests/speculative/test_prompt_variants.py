@@ -17,6 +17,7 @@ from bench.tools.compile_targets import HOPPER, Launch, Notes
 from specattn.attention import Attention
 from specattn.backends import triton as triton_backend
 from specattn.config import AttnConfig, SpecConfig
+from specattn.models.fused import projection
 from specattn.speculative.prompts.prefill import Prefill
 from specattn.speculative.prompts.prompt import Prompt
 from specattn.speculative.prompts.runner import NewPrompt, PromptRunner
@@ -109,6 +110,8 @@ def launched(
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "platform_reasons", lambda *_: [])
     monkeypatch.setattr(triton_backend, "interpret", lambda: None)
+    # nothing is computed, and a CPU is slow in float16
+    monkeypatch.setattr(projection, "linear", lambda x, weight, _: x.new_zeros(len(x), len(weight)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

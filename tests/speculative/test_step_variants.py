@@ -13,6 +13,7 @@ from bench.random_models import random_eagle3, random_target
 from bench.tools.compile_targets import HOPPER, Notes
 from specattn.backends import triton as triton_backend
 from specattn.config import SpecConfig
+from specattn.models.fused import projection
 from specattn.speculative.sampling.processors import ProcessorStates
 from specattn.speculative.step.decoder import StepDecoder
 from specattn.speculative.step.level import Level
@@ -54,6 +55,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], set[tuple[Any, 
     monkeypatch.setattr(triton_backend, "platform_reasons", lambda *_: [])
     monkeypatch.setattr(triton_backend, "interpret", lambda: None)
     monkeypatch.setattr(torch.nn.functional, "linear", product)
+    # a CPU is slow in float16
+    monkeypatch.setattr(projection, "linear", product)
     monkeypatch.setattr(torch.nn.functional, "embedding", embedded)
     target = random_target(LLAMA, dtype=torch.float16, device=CPU)
     head = random_eagle3(LLAMA, target, 2048)
