@@ -367,7 +367,16 @@ OTHERS = {
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
         "Mamba, which needs",
     ),
-    "kimi_linear": ({}, "Kimi Delta Attention"),
+    "kimi_linear": (
+        {
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "kv_lora_rank": 32,
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+        },
+        "Kimi Delta Attention",
+    ),
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "short convolutions"),
     "bamba": ({"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1]}, "Mamba, which"),
     "recurrent_gemma": ({}, "RG-LRU"),
