@@ -144,6 +144,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif CUDA and hasattr(item.module, "DEVICE"):
             item.add_marker(pytest.mark.gpu)
+    # modules that take long to set up come first: what is left at the end is shared by workers
+    items.sort(key=lambda item: not _is_slow(item.getparent(pytest.Module)))
+
+
+def _is_slow(module: pytest.Module | None) -> bool:
+    """Whether all tests of a module are slow."""
+    return module is not None and any(mark.name == "slow" for mark in module.own_markers)
 
 
 @pytest.hookimpl(wrapper=True)
