@@ -71,7 +71,8 @@ NODES = (16, 32, 64, 128)
 CHOICES: tuple[Shape, ...] = ((7, 1, 8), (3, 1, 4), (0, 1, 1))
 ADAPTIVE: dict[str, tuple[Shape, ...]] = {
     "eagle3": ((5, 4, 16), (7, 8, 64), *CHOICES[1:]),
-    **dict.fromkeys(("model", f"{LOOKUP}+model"), ((5, 1, 6), *CHOICES[1:])),
+    "model": ((5, 1, 6), *CHOICES[1:]),
+    f"{LOOKUP}+model": ((5, 1, 6), *CHOICES[1:]),
 }
 #: Problems for a batch, so that the smallest takes no longer than the others.
 ROUNDS = {1: 10, 8: 5}
