@@ -248,9 +248,8 @@ class GoodputPolicy:
         outlook = self._outlook(observed)
         if self._is_plain_best(outlook):
             engine.rest = Rest()
-            self._go_on(engine.rest, outlook, engine)
-            if not outlook.is_bare_timed:  # what a step without the draft takes was a guess
-                engine.rest.due[observed.bucket] = engine.steps + self.hold
+            if self._is_bare_known(observed):
+                self._go_on(engine.rest, outlook, engine)
             return outlook.plain
         goodput = outlook.next_step()
         best = max(goodput, key=lambda config: goodput[config])
@@ -263,7 +262,7 @@ class GoodputPolicy:
     def drafts(self, observed: Observed) -> bool:
         """Return whether prompts and plain steps run the draft."""
         engine = self._of(observed)
-        return engine.rest is None or engine.rest.is_due(observed.bucket, engine.steps)
+        return engine.rest is None or self._is_due(observed, engine, engine.rest)
 
     def goodput(self, observed: Observed) -> dict[SpecConfig, float]:
         """Return tokens per request and second (or unit of ``cost``), by config.
@@ -342,7 +341,9 @@ class GoodputPolicy:
             return False  # what drafts gain may be of another load's texts
         goodput = outlook.in_the_long_run()
         others = [promised for config, promised in goodput.items() if config != plain]
-        return bool(others) and goodput[plain] > max(others) * (1 + self._doubt(observed))
+        # a rest to time such steps costs a batch its drafts, so it had better come early
+        doubt = self._doubt(observed) if self._is_bare_known(observed) else -self.margin
+        return bool(others) and goodput[plain] > max(others) * (1 + doubt)
 
     def _doubt(self, observed: Observed) -> float:
         """Return the share by which plain decoding must differ from drafts."""
@@ -358,7 +359,7 @@ class GoodputPolicy:
         drafts = [config for config in observed.configs if config.num_steps]
         # None is all
         nobody_ready = observed.ready == 0
-        if nobody_ready or not drafts or not rest.is_due(observed.bucket, engine.steps):
+        if nobody_ready or not drafts or not self._is_due(observed, engine, rest):
             return plain
         outlook = self._outlook(observed)
         goodput = outlook.in_the_long_run()
@@ -366,11 +367,22 @@ class GoodputPolicy:
         if rest.drafted < self._judgement:
             rest.drafted += 1
             return best
-        if goodput[best] < goodput[plain] * (1 + self._doubt(observed)):
+        # where a guess began the rest, or another batch size, plain decoding has to be better
+        doubt = self._doubt(observed) if rest.judged.get(observed.bucket) else -self.margin
+        if goodput[best] < goodput[plain] * (1 + doubt):
             self._go_on(rest, outlook, engine)
             return plain
         engine.rest, engine.config, engine.held = None, best, 0
         return best
+
+    def _is_due(self, observed: Observed, engine: _Engine, rest: Rest) -> bool:
+        """Return whether a draft at rest is to be judged."""
+        return self._is_bare_known(observed) and rest.is_due(observed.bucket, engine.steps)
+
+    def _is_bare_known(self, observed: Observed) -> bool:
+        """Return whether plain steps without the draft were timed, or are told."""
+        timings = 0 if observed.bare is None else observed.bare.timings(observed.bucket)
+        return self.cost is not None or timings >= self.trials
 
     @property
     def _judgement(self) -> float:
@@ -428,12 +440,6 @@ class _Outlook:
             config: expected_tokens(observed.acceptance, config, prior * batch)
             for config in observed.configs
         }
-
-    @property
-    def is_bare_timed(self) -> bool:
-        """Whether plain steps without the draft were timed, or are told."""
-        bare = self.observed.bare
-        return not self._measured or (bare is not None and bool(bare.timings(self.observed.bucket)))
 
     def next_step(self) -> dict[SpecConfig, float]:
         """Return the next step's goodput: some requests may not be ready."""

@@ -101,3 +101,22 @@ def test_what_drafts_pays_for_its_part_of_prompts():
     # while it rests, prompts take 0.06 without it
     resting = drafting | {DEEP: 1 / (2 / tokens + 2 * 0.06 * 0.1)}
     assert decide.goodput(seen) == pytest.approx(resting)
+
+
+@pytest.mark.parametrize(("bare", "rests"), [(1.0, False), (0.9, True)])
+def test_a_rest_that_began_by_a_guess_lasts_until_such_steps_are_timed(bare, rests):
+    """A step without the draft is thought to take 0.87; drafts gain a token per 1.0."""
+    seen = observed([3] * 400)
+    for _ in range(3):
+        seen.acceptance[DEEP].timed(1, 3.0)
+        seen.acceptance[PLAIN].timed(1, 1.4)
+    decide = GoodputPolicy(hold=1)
+    assert decide(seen) == PLAIN
+    for _ in range(3):
+        assert not decide.drafts(seen), "the draft would take part in such steps"
+        assert decide(seen) == PLAIN
+        seen.bare.timed(1, bare)
+    assert decide.drafts(seen)
+    assert [decide(seen) for _ in range(8)] == [DEEP] * 8
+    assert decide(seen) == (PLAIN if rests else DEEP)
+    assert decide.drafts(seen) != rests
