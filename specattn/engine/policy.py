@@ -368,7 +368,7 @@ class GoodputPolicy:
             rest.drafted += 1
             return best
         # where a guess began the rest, or another batch size, plain decoding has to be better
-        doubt = self._doubt(observed) if rest.judged.get(observed.bucket) else -self.margin
+        doubt = self._doubt(observed) if observed.bucket in rest.due else -self.margin
         if goodput[best] < goodput[plain] * (1 + doubt):
             self._go_on(rest, outlook, engine)
             return plain
@@ -395,7 +395,7 @@ class GoodputPolicy:
         drafts = [cost for config, cost in outlook.costs.items() if config.num_steps]
         longer = max(min(drafts) / outlook.bare - 1, 0.1)
         pause = self._judgement * longer / self.judging
-        rest.go_on(outlook.observed.bucket, engine.steps, pause)
+        rest.go_on(outlook.observed.bucket, engine.steps + pause)
 
 
 class _Outlook:
