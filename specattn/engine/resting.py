@@ -26,5 +26,5 @@ class Rest:
         return step >= self.due.get(bucket, 0)
 
     def go_on(self, bucket: int, due: float) -> None:
-        """Note that plain decoding was better; the draft is judged again when ``due``."""
+        """Let the draft rest until ``due``: plain decoding was better."""
         self.drafted, self.due[bucket] = 0, due
