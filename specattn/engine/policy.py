@@ -186,8 +186,9 @@ class GoodputPolicy:
     would lose even if all its drafts were kept is not.
 
     A draft model has to read prompts, too, and every token of plain steps. Where plain decoding is
-    the best without all that, the draft rests. Now and then, and at a batch size where it was not
-    judged yet, the next prompts go through it, and two ``prior`` of steps draft.
+    the best without all that, the draft rests. What a step takes then is a guess at first: a rest
+    that begins by it lasts until such steps were timed. Now and then, and at a batch size where it
+    was not judged yet, the next prompts go through it, and two ``prior`` of steps draft.
 
     What it chooses follows from the observations of an engine alone, also where it serves several;
     with ``cost``, not even from measured times.
