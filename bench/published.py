@@ -5,9 +5,11 @@ text ends where its model ends it. Greedy texts are compared with plain decoding
 departs in 16 bits, the gap between plain decoding's best two log-probabilities says how near a tie
 was.
 
-Each draft has chains, trees, and an engine that chooses among them (``adaptive``). At batch 1,
-greedy, transformers' `generate` runs beside them: plain, with the same model as its assistant, and
-with prompt lookup; by itself, and with ``custom_generate=specattn.generate``.
+Each draft has chains, trees, and an engine that chooses among them (``adaptive``). Engines of two
+trees draw two texts, for one random number meets other candidates: of a few texts the luck is more
+than what a policy loses, so problems are many, and drawn more than once. At batch 1, greedy,
+transformers' `generate` runs beside them: plain, with the same model as its assistant, and with
+prompt lookup; by itself, and with ``custom_generate=specattn.generate``.
 
 What is known is written after every line, and lines that ``--out`` has are not measured again:
 
@@ -71,11 +73,16 @@ NODES = (16, 32, 64, 128)
 CHOICES: tuple[Shape, ...] = ((7, 1, 8), (3, 1, 4), (0, 1, 1))
 ADAPTIVE: dict[str, tuple[Shape, ...]] = {
     "eagle3": ((5, 4, 16), (7, 8, 64), *CHOICES[1:]),
-    "model": ((5, 1, 6), *CHOICES[1:]),
+    "model": ((5, 1, 6), (5, 4, 16), CHOICES[-1]),
     f"{LOOKUP}+model": ((5, 1, 6), *CHOICES[1:]),
 }
-#: Problems for a batch, so that the smallest takes no longer than the others.
-ROUNDS = {1: 10, 8: 5}
+#: Problems for a batch that would take longer than the others.
+PROBLEMS = {1: 40}
+#: Texts that are drawn of a problem.
+DRAWS = 2
+#: Batches of texts that run before any is timed: what is compiled at first use depends on how many
+#: prompts come at once, and a policy has to know how long texts are.
+WARM = 5
 #: How steps are run: by default in one graph, where the backend can.
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -88,6 +95,8 @@ NAMES = ("by", "draft", "tree", "batch", "temperature")
 OURS, THEIRS, INSIDE = "specattn", "transformers", "custom_generate"
 #: Tokens that prompt lookup proposes inside transformers.
 LOOKUP_TOKENS = 7
+#: Problems that its `generate` gets, which takes a minute for ten.
+INSIDE_PROBLEMS = 10
 
 
 def trees(kind: str, depth: int) -> Iterator[Setting]:
@@ -134,9 +143,10 @@ def problems(path: Path, tokenizer: Any) -> list[list[int]]:
     ]
 
 
-def some(prompts: Sequence[list[int]], batch: int) -> Sequence[list[int]]:
-    """Return as many prompts as a batch size gets."""
-    return prompts[: batch * ROUNDS.get(batch, len(prompts))]
+def depth_of(config: SpecConfig) -> str:
+    """Return how deep a config drafts, and of a tree its nodes."""
+    nodes = f" ({config.num_draft_tokens} nodes)" if config.topk > 1 else ""
+    return f"{config.num_steps}{nodes}"
 
 
 def timed(tokens: int, seconds: float) -> dict[str, float]:
@@ -146,32 +156,33 @@ def timed(tokens: int, seconds: float) -> dict[str, float]:
 def run(
     setting: Setting,
     models: tuple[Any, Any],
-    prompts: Sequence[list[int]],
+    prompts: list[list[int]],
     new: int,
     *,
     batch: int,
     way: str,
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Return a line and its texts."""
+    draws = DRAWS if setting.temperature else 1
+    prompts = prompts[: PROBLEMS.get(batch)] * draws
     nodes = max(nodes for *_, nodes in (setting.shape, *setting.others))
     room = max(map(len, prompts)) + new + 2 * nodes
     engine = setting.engine(models, room, batch, **WAYS[way])
     requests = setting.requests(prompts, new)
-    # what is compiled at first use depends on how many prompts come at once, and a policy has to
-    # know how long texts are
-    engine.generate(requests)
+    engine.generate(requests[: batch * WARM])
     used = engine.configs.used.copy()
     begin = time.perf_counter()
     outputs = engine.generate(requests)
     seconds = time.perf_counter() - begin
     gained = [count for one in outputs for count in one.accept_lens]
-    line = {"by": named(way), "batch": batch, "texts": len(outputs)} | setting.line(outputs)
+    line = {"by": named(way), "batch": batch, "texts": len(outputs), "draws": draws}
+    line |= setting.line(outputs)
     line |= timed(line["tokens"], seconds)
     # of the steps that gained so many tokens
     line["steps_by_tokens"] = [gained.count(n) for n in range(1, max(gained) + 1)]
     if setting.others:
         found = ((one, engine.configs.used[one] - used[one]) for one in engine.configs.all)
-        line["steps_by_depth"] = {one.num_steps: steps for one, steps in found}
+        line["steps_by_tree"] = {depth_of(one): steps for one, steps in found}
     return line, [one.tokens for one in outputs]
 
 
@@ -217,7 +228,8 @@ def inside(
     Its attention is transformers' default one.
     """
     ends = target.eos_token_ids
-    prompts = some(problems(args.problems, target.tokenizer)[: args.count], 1)
+    count = min(args.count, INSIDE_PROBLEMS)
+    prompts = problems(args.problems, target.tokenizer)[:count]
     sides: dict[str, dict[str, Any]] = {PLAIN: {}}
     if LOOKUP in args.kinds:
         sides[LOOKUP] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
@@ -298,7 +310,7 @@ def main() -> None:
         key = (named(way), setting.draft, setting.tree, batch, setting.temperature)
         if key not in record.lines:
             models = models_of(setting.draft, load)
-            add(*run(setting, models, some(prompts, batch), args.new, batch=batch, way=way))
+            add(*run(setting, models, prompts, args.new, batch=batch, way=way))
             free()
     if args.inside:
         assistant = None

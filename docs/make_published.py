@@ -482,11 +482,13 @@ def adaptive(run: Measured) -> str:
 
     def cell(draft: str, temperature: float, batch: int) -> str:
         line = run.at(temperature, batch).get((draft, ADAPTIVE), {})
-        if not (steps := line.get("steps_by_depth")):
+        if not (steps := line.get("steps_by_tree")):
             return "-"
-        depths = sorted(steps, key=int, reverse=True)
         total = sum(steps.values())
-        chosen = (f"{int(one) or 'none'}: {steps[one] / total:.0%}" for one in depths)
+        chosen = (
+            f"{'none' if one == '0' else one}: {steps[one] / total:.0%}"
+            for one in sorted(steps, key=lambda one: int(one.split()[0]), reverse=True)
+        )
         fixed = run.speeds(temperature, batch).items()
         most = max((speed for one, speed in fixed if one[0] in (draft, PLAIN)), default=None)
         over = f"; {line['tokens_per_second'] / most:.2f}x" if most else ""
@@ -594,10 +596,12 @@ def equal(run: Measured) -> str:
 def measured(run: Measured) -> str:
     """Return where and with what a record was measured."""
     record = run.record
-    texts = max(line["texts"] for line in run.lines)
+    draws = max(line.get("draws", 1) for line in run.lines)
+    problems = max(line["texts"] // line.get("draws", 1) for line in run.lines)
+    more = f", {draws} texts of each where they are drawn" if draws > 1 else ""
     return (
         f"{record['device']}, torch {record['torch'].split('+')[0]}, {record['dtype']}; "
-        f"{texts} problems, at most {record['new']} tokens each"
+        f"{problems} problems{more}, at most {record['new']} tokens each"
     )
 
 
