@@ -72,7 +72,8 @@ NODES = (16, 32, 64, 128)
 #: trees are among those of the draft alone whose trees win.
 CHOICES: tuple[Shape, ...] = ((7, 1, 8), (3, 1, 4), (0, 1, 1))
 ADAPTIVE: dict[str, tuple[Shape, ...]] = {
-    "eagle3": ((5, 4, 16), (7, 8, 64), *CHOICES[1:]),
+    "eagle3": ((5, 4, 16), *CHOICES[1:]),
+    f"{LOOKUP}+eagle3": ((5, 1, 6), *CHOICES[1:]),
     "model": ((5, 1, 6), (5, 4, 16), CHOICES[-1]),
     f"{LOOKUP}+model": ((5, 1, 6), *CHOICES[1:]),
 }

@@ -339,9 +339,12 @@ def test_drafts_gain_on_written_texts_about_what_they_gain_on_humaneval(words, d
         kept, depth = written.Written(words, chosen.share).kept, chosen.setting.shape[0]
         texts = [client.Text(request, 0.0) for request in cell.requests(words, 0)]
         lens = [count for text in texts for count in gained(text, kept, depth)]
-    # heads that train for minutes differ: a chain of 3 gains 2.21 with one, 2.45 with another
-    rel = 0.2 if draft.startswith("eagle3") else 0.06
-    assert sum(lens) / len(lens) == pytest.approx(published, rel=rel)
+    gain = sum(lens) / len(lens)
+    if draft.startswith("eagle3"):
+        # heads of minutes gain 1.87, 2.21 and 2.45 by a chain of 3, and the written one the last
+        assert published < gain < 1.5 * published
+    else:
+        assert gain == pytest.approx(published, rel=0.06)
 
 
 def test_adaptive_engines_write_the_same_texts(words):
