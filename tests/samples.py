@@ -48,10 +48,19 @@ def on_cpu(keep: Callable[..., bool], *axes: str) -> pytest.MarkDecorator:
     return pytest.mark.on_cpu(keep, axes)
 
 
+def half_of_kit(suite: Callable[[Check], None]) -> Callable[[Check], None]:
+    """Mark modes × options of a `backend_suite` ``whole``, every second one, without a GPU."""
+    return pytest.mark.half_of_kit(suite)
+
+
 def left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Find the cases that `on_cpu` marks."""
+    """Find the cases that `on_cpu` and `half_of_kit` mark."""
     seen: dict[object, list[object]] = defaultdict(list)
     for item in items:
+        if item.get_closest_marker("half_of_kit") and not torch.cuda.is_available():
+            if not _is_kept(item.callspec.params["conformance_check"]):
+                yield item
+            continue
         mark = item.get_closest_marker("on_cpu")
         if mark is None or torch.cuda.is_available():
             continue
@@ -71,10 +80,7 @@ def kit(checks: Iterable[Check]) -> pytest.MarkDecorator:
     """Parametrise by the checks of a backend; on a GPU, half of modes × options are ``whole``."""
     rows = []
     for one in checks:
-        mode, _, option = one.name.partition("-")
-        # the same halves of every backend, which may have kernels in common
-        kept = not option or half(*mode.encode(), *option.encode())
-        marks = () if kept or not torch.cuda.is_available() else pytest.mark.whole
+        marks = () if _is_kept(one) or not torch.cuda.is_available() else pytest.mark.whole
         rows.append(pytest.param(one, id=one.name, marks=marks))
     return pytest.mark.parametrize("one", rows)
 
@@ -97,3 +103,9 @@ def sampled(keep: Callable[..., bool], **axes: Mapping[str, object] | Iterable[o
         marks = () if keep(*at) else pytest.mark.whole
         rows.append(pytest.param(*values, id="-".join(names), marks=marks))
     return pytest.mark.parametrize(tuple(axes), rows)
+
+
+def _is_kept(check: Check) -> bool:
+    # the same halves of every backend, which may have kernels in common
+    mode, _, option = check.name.partition("-")
+    return not option or half(*mode.encode(), *option.encode())

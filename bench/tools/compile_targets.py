@@ -6,7 +6,7 @@ for the target, by Triton and the ptxas it brings. What comes out says whether t
 fit into shared memory, and spill; not whether they are right or fast there.
 
     python -m bench.tools.compile_targets [--targets 80,86] [--sources tests,attention,gluon]
-        [--out FILE]
+        [--largest] [--out FILE]
 """
 
 from __future__ import annotations
@@ -169,6 +169,16 @@ class Notes:
             yield self
 
 
+def largest(launches: Iterable[Launch], kind: Callable[[Launch], Any]) -> list[Launch]:
+    """Return the largest launch of every kind, the first of equal ones."""
+    found: dict[Any, Launch] = {}
+    for launch in launches:
+        known = found.setdefault(kind(launch), launch)
+        if launch.size > known.size:
+            found[kind(launch)] = launch
+    return list(found.values())
+
+
 def of_tests(target: int) -> list[Launch]:
     """Return the largest launch of every kernel in the tests of kernels.
 
@@ -181,12 +191,7 @@ def of_tests(target: int) -> list[Launch]:
         ended = pytest.main([*options, str(TESTS)], plugins=[notes])
     if ended != pytest.ExitCode.TESTS_FAILED:
         raise RuntimeError(f"the tests of kernels did not run to their end: {ended!r}")
-    largest: dict[Any, Launch] = {}
-    for launch in notes.launches:
-        found = largest.setdefault(launch.kind, launch)
-        if launch.size > found.size:
-            largest[launch.kind] = launch
-    return list(largest.values())
+    return largest(notes.launches, lambda launch: launch.kind)
 
 
 def of_attention(target: int, *, gluon: bool = False) -> list[Launch]:
@@ -270,14 +275,16 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def compiled(target: int, sources: Iterable[str]) -> Iterator[dict[str, Any]]:
+def compiled(target: int, sources: Iterable[str], *, few: bool) -> Iterator[dict[str, Any]]:
     """Compile the launches of some sources for ``target``; yield what ptxas made of each variant.
 
-    Registers are per thread; the stack and shared memory are in bytes.
+    Registers are per thread; the stack and shared memory are in bytes. ``few`` takes the largest
+    launch of every kernel.
     """
     driver.set_active(OfflineDriver(target))
     made = set()
-    for launch in (launch for source in sources for launch in SOURCES[source](target)):
+    launches = [launch for source in sources for launch in SOURCES[source](target)]
+    for launch in largest(launches, lambda one: one.name) if few else launches:
         if target < FLOAT8_SINCE and any(t.dtype == FLOAT8 for t in launch.tensors):
             continue
         binary = launch.compile()
@@ -300,6 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", default=",".join(map(str, LIMITS)))
     parser.add_argument("--sources", default=",".join(SOURCES))
+    parser.add_argument("--largest", action="store_true", help="one launch of every kernel")
     parser.add_argument("--out", type=Path, help="write the records there, as JSON")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -308,7 +316,7 @@ def main() -> None:
     os.environ |= {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     records = []
     for target in map(int, options.targets.split(",")):
-        for one in compiled(target, options.sources.split(",")):
+        for one in compiled(target, options.sources.split(","), few=options.largest):
             records.append(one)
             spill = f" {one['stack']} bytes spilled" if one["stack"] else ""
             print(

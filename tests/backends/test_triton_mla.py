@@ -19,6 +19,7 @@ from specattn.plan import ExtendPlan, MultiStepDims
 from tests.attention.test_multi_step import feed
 from tests.books import check_books
 from tests.engines import engine as tiny_engine
+from tests.samples import half, on_cpu
 from tests.tiny import DenseAttend, TinyTarget, dense_greedy
 from tests.tiny_mla import TinyMlaDraft, TinyMlaTarget, expand
 
@@ -89,6 +90,7 @@ def engine(models, tree: str, **options) -> Engine:
     return tiny_engine(TREES[tree], models=models, **options)
 
 
+@on_cpu(half, "name", "tree")
 @pytest.mark.parametrize(
     ("tree", "page_size"),
     [("plain", 1), ("chain", 16), ("tree", 1), ("wide", 4)],

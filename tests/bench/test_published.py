@@ -142,10 +142,11 @@ def test_problems_are_drawn_more_than_once(command, monkeypatch):
 
     monkeypatch.setattr(Setting, "requests", requests)
     monkeypatch.setattr(published, "PROBLEMS", {1: 1})
-    monkeypatch.setattr(published, "trees", lambda kind, _: [Setting(kind, (0, 1, 1))])
+    shapes = {"plain": [Setting("plain", (0, 1, 1))], "lookup": []}
+    monkeypatch.setattr(published, "trees", lambda kind, _: shapes[kind])
     words = ["--no-transformers", "--batches", "2", "1", "--temperatures", "0", "0.8"]
     lines = command(*words)["results"]
-    texts = [line["texts"] for line in lines if line["draft"] == published.PLAIN]
+    texts = [line["texts"] for line in lines]
     assert texts == [2, 2 * published.DRAWS, 1, published.DRAWS]
     record = MAKE["Measured"](Path(), {"new": 7} | MACHINE | {"results": lines})
     assert "; 2 problems, 2 texts of each where they are drawn, at most 7" in MAKE["measured"](

@@ -155,6 +155,7 @@ def ending(monkeypatch):
     return SamplingParams(logit_bias={END: 50.0})
 
 
+@on_cpu(half, "config", "least")
 @pytest.mark.parametrize("least", [0, 5, LONGEST, LONGEST + 1, COUNT])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_ends_wait_for_the_fewest_tokens_that_a_grammar_has(config, least, ending):
@@ -177,6 +178,7 @@ def test_ends_wait_for_the_fewest_tokens_that_a_grammar_has(config, least, endin
     assert other.tokens == free.tokens
 
 
+@on_cpu(half, "config", "asked")
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
     "asked",

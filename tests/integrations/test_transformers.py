@@ -92,6 +92,7 @@ def ours(model, inputs, **options):
     return model.generate(**inputs, custom_generate=specattn.generate, **options)
 
 
+@on_cpu(half, "model_type", "drafted")
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_greedy_tokens_are_those_of_transformers(model_type, drafted, head):

@@ -27,7 +27,7 @@ from tests.models.heads import (
     speculators_norms,
     write,
 )
-from tests.samples import half, sampled
+from tests.samples import half, on_cpu, sampled
 
 ROPES = {
     "llama": {
@@ -88,6 +88,7 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
+@on_cpu(half, "kind", "changes", "path")
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(
     ("kind", "changes"),

@@ -157,6 +157,7 @@ FAULTS = {
 }
 
 
+@on_cpu(half, "name", "fault")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_planted_fault_is_far_from_transformers_layers(name, fault, tmp_path) -> None:

@@ -183,6 +183,7 @@ def in_float64(model: nn.Module) -> nn.Module:
     return model.double()
 
 
+@on_cpu(half, "family", "kind", "path")
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(
     ("family", "kind"),

@@ -18,6 +18,7 @@ from specattn.config import AttnConfig
 from specattn.errors import UnsupportedError
 from specattn.plan import AttnPlan
 from tests.oracle import check, make_tree_case, oracle_tree, tolerances_of
+from tests.samples import half, on_cpu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # every library has bfloat16; Triton's interpreter has float16
@@ -44,6 +45,7 @@ def graphed(bound) -> torch.cuda.CUDAGraph:
     return graph
 
 
+@on_cpu(half, "name", "mode")
 @pytest.mark.parametrize("mode", ["tree", "chain"])
 @pytest.mark.parametrize("name", HERE)
 def test_several_query_tokens_are_served_as_declared(name, mode):

@@ -20,6 +20,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.engine.serving import AsyncEngine
 from specattn.speculative.sampling.params import SamplingParams
 from tests.regressions.known import Known
+from tests.samples import half, on_cpu
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -108,6 +109,7 @@ def test_a_step_that_was_launched_ahead_adds_nothing():
     assert max(out.steps for out in outs) == 1
 
 
+@on_cpu(half, "stops", "steps")
 @pytest.mark.parametrize("steps", [1, 4, STEPS])
 @pytest.mark.parametrize(
     ("stops", "count"),

@@ -18,6 +18,7 @@ from specattn.engine.engine import Engine, Request
 from specattn.speculative.sampling.params import SamplingParams
 from tests.processors import greedy_text
 from tests.regressions.known import Known
+from tests.samples import half, on_cpu
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -44,6 +45,7 @@ def oracle(penalty: float) -> tuple[list[int], list[list[int]], list[list[int]]]
     return ends, free, texts
 
 
+@on_cpu(half, "tree", "penalty")
 @pytest.mark.parametrize("penalty", [0.0, 0.4])
 @pytest.mark.parametrize("tree", TREES)
 def test_texts_end_as_plain_ones_do(tree, penalty):

@@ -15,6 +15,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.proposers.lookup import LookupFirst, LookupProposer
 from tests.books import check_books
+from tests.samples import half, on_cpu
 from tests.speculative.blocks import poison
 from tests.tiny import TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
@@ -25,6 +26,7 @@ CYCLE = [17, 45, 14, 4]
 PROMPTS = [(CYCLE * CONTEXT)[: CONTEXT - short] for short in (1, 2, 3, 7, 8, 9, 10, 20)]
 
 
+@on_cpu(half, "kind", "page")
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("kind", ["lookup", "tree", "first"])
 def test_contexts_are_filled_to_the_last_slot(kind, page):

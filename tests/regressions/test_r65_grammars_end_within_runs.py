@@ -20,6 +20,7 @@ from specattn.models.hub import PAIR, PAIR_HEADS
 from specattn.speculative.proposers.lookup import LookupProposer
 from tests.regressions.known import Known
 from tests.regressions.masks import leave
+from tests.samples import half, on_cpu
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import DEVICE
 
@@ -61,6 +62,7 @@ class Ending:
             self.left, self.ended = self.left - 1, token == END
 
 
+@on_cpu(half, "shape", "drawn")
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("shape", [(16, 1, 17), (3, 1, 4), (3, 3, 9)], ids=str)
 def test_a_grammar_that_has_ended_is_not_asked(shape, drawn):

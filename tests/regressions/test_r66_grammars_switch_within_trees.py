@@ -22,6 +22,7 @@ from specattn.speculative.sampling.params import SamplingParams
 from tests.processors import dense_logits
 from tests.regressions.known import Known
 from tests.regressions.masks import leave
+from tests.samples import half, on_cpu
 from tests.tiny import TinyTarget, bigram
 from tests.worlds import DEVICE
 
@@ -133,6 +134,7 @@ def proposer(kind: str, vocab: int) -> Known:
     return (Short if kind == "short" else Known)(texts)
 
 
+@on_cpu(half, "vocab", "kind")
 @pytest.mark.parametrize("kind", ["legal", "illegal", "short", "forked"])
 @pytest.mark.parametrize("vocab", [63, 64, 65])
 def test_every_node_has_the_mask_of_its_path(vocab, kind):

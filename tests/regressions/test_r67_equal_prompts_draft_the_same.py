@@ -13,6 +13,7 @@ import torch
 
 from specattn.engine.engine import Engine, Request
 from tests.engines import engine as tiny_engine
+from tests.samples import half, on_cpu
 from tests.tiny import TinyDraft, TinyTarget
 from tests.worlds import BACKENDS, DEVICE
 
@@ -38,6 +39,7 @@ def same(ours, theirs) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@on_cpu(half, "length", "tree")
 @pytest.mark.parametrize("tree", [(3, 1, 4), (3, 4, 9)], ids=["chain", "topk4"])
 @pytest.mark.parametrize("length", [3 * PAGE - 1, 3 * PAGE, 3 * PAGE + 1, 4 * PAGE])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -17,6 +17,7 @@ from specattn.config import SpecConfig
 from specattn.engine.engine import Engine, Request
 from specattn.speculative.model import TargetOutput
 from specattn.speculative.sampling.params import SamplingParams
+from tests.samples import half, on_cpu
 from tests.tiny import DenseAttend, TinyDraft, TinyTarget, dense_greedy
 from tests.worlds import DEVICE
 
@@ -52,6 +53,7 @@ def target() -> Tied:
     return Tied(device=DEVICE)
 
 
+@on_cpu(half, "name", "beside")
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_lower_token_is_taken_in_any_batch(target, name, beside):

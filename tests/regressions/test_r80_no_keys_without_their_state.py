@@ -16,6 +16,7 @@ import pytest
 from specattn import Engine, Request, SpecConfig
 from specattn.models import FusedTarget, HFTarget
 from tests.hybrids import Guesses, generated, hybrid
+from tests.samples import half, on_cpu
 
 A, B = [5, 17, 3, 99, 42, 8, 61, 12, 7], [23, 88, 4, 31]
 NEW = 14
@@ -35,6 +36,7 @@ def cold(model) -> tuple[list[list[int]], list[list[int]]]:
     return prompts, generated(model, prompts, NEW)
 
 
+@on_cpu(half, "shape", "page")
 @pytest.mark.parametrize("shape", [(0, 1, 1), (3, 1, 4), (3, 3, 9)], ids=str)
 @pytest.mark.parametrize("page", [1, 4])
 def test_hits_are_cold_runs(model, cold, shape, page) -> None:

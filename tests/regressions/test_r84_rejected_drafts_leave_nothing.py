@@ -16,6 +16,7 @@ from specattn import Engine, Request, SpecConfig
 from specattn.models import FusedTarget, HFTarget
 from specattn.speculative.proposers.host import HostTree
 from tests.hybrids import KINDS, VOCAB, Guesses, generated, hybrid
+from tests.samples import half, on_cpu
 
 PROMPTS = [[5, 17, 3, 99] * 3, [23, 8], [7, 7, 80, 12, 55]]
 NEW = 40
@@ -49,6 +50,7 @@ def states(target, config, draft, texts):
     assert {length for one in results for length in one.accept_lens} == {1}
 
 
+@on_cpu(half, "kind", "tree")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tree", [(3, 1, 4), (3, 4, 7)], ids=str)
 def test_states_are_those_of_plain_decoding(kind, tree) -> None:

@@ -10,6 +10,7 @@ from specattn.testing.plugin import backend_suite
 from tests.backends import fake_flashinfer
 from tests.backends.stand_ins import standing_in
 from tests.oracle import tolerances_of
+from tests.samples import half_of_kit
 from tests.testing.test_kit_passes import OF_PARTS
 
 LATENT = Geometry(heads=(4, 1), head_dim=576, v_head_dim=512, latent=True)
@@ -34,20 +35,24 @@ class InTwoPasses(standing_in("flashinfer", HERE)):
     two_passes_from = 0
 
 
-test_flashinfer = backend_suite(
-    standing_in("flashinfer", HERE),
-    "cpu",
-    dtypes=BF16,
-    tolerances=BOUNDS,
-    leave_out=("long prefixes",),
+test_flashinfer = half_of_kit(
+    backend_suite(
+        standing_in("flashinfer", HERE),
+        "cpu",
+        dtypes=BF16,
+        tolerances=BOUNDS,
+        leave_out=("long prefixes",),
+    )
 )
-test_in_two_passes = backend_suite(
-    InTwoPasses, "cpu", dtypes=BF16, tolerances=BOUNDS, leave_out=OF_PARTS
+test_in_two_passes = half_of_kit(
+    backend_suite(InTwoPasses, "cpu", dtypes=BF16, tolerances=BOUNDS, leave_out=OF_PARTS)
 )
-test_mla = backend_suite(
-    standing_in("flashinfer_mla", HERE),
-    "cpu",
-    geometry=LATENT,
-    tolerances=BOUNDS,
-    leave_out=OF_PARTS,
+test_mla = half_of_kit(
+    backend_suite(
+        standing_in("flashinfer_mla", HERE),
+        "cpu",
+        geometry=LATENT,
+        tolerances=BOUNDS,
+        leave_out=OF_PARTS,
+    )
 )

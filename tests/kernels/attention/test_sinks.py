@@ -32,7 +32,7 @@ from tests.oracle import (
     make_tree_case,
 )
 from tests.recordings import recorded, refill
-from tests.samples import compiled, half, sampled, third
+from tests.samples import compiled, half, on_cpu, sampled, third
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -176,6 +176,7 @@ def test_index_lists(window_left: int) -> None:
     check_kernel(case, expected, ctas=8)
 
 
+@on_cpu(half, "name", "cap")
 @pytest.mark.parametrize("cap", [0.0, 5.0])
 @pytest.mark.parametrize("name", SINKS)
 def test_sinks_of_any_size(name: str, cap: float) -> None:

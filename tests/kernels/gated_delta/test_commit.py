@@ -167,6 +167,7 @@ def test_a_path_of_no_node_changes_nothing(implementation):
         assert torch.equal(now[:, 1:], then[:, 1:])
 
 
+@on_cpu(half, "gates", "alike", "implementation")
 @by_each
 @pytest.mark.parametrize(("gates", "alike"), [("one", False), ("model", False), ("one", True)])
 def test_ten_thousand_tokens_do_not_drift(gates, alike, implementation):

@@ -24,6 +24,7 @@ from tests.kernels.gated_delta.oracle import (
     weights_for,
     words_of_trees,
 )
+from tests.samples import half, on_cpu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -179,6 +180,7 @@ class Texts:
         self.inputs.copy_(torch.where(kept[:, None, None], window, self.inputs))
 
 
+@on_cpu(half, "case", "implementation")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_after_any_commit_is_that_of_decoding(case, implementation):
