@@ -256,6 +256,7 @@ def test_texts_are_the_targets_own(served, chained, tree) -> None:
         ]
 
 
+@on_cpu(half, "served")
 def test_prompts_in_captured_pieces_and_drawn_drafts_change_no_text(served) -> None:
     _, texts, target, head = served
     config = replace(TREES["chain"], draft_sampling=True, page_size=4)
