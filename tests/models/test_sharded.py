@@ -48,7 +48,7 @@ def load(tp_plan: str | None = None):
     return target.with_features(head.features), head
 
 
-def requests_for(target, count: int = 6) -> list[Request]:
+def requests_for(target, count: int = 4) -> list[Request]:
     """Greedy ones and ones that draw; more than there are rows."""
     how = [SamplingParams(), SamplingParams(0.7, seed=3), SamplingParams(1.0, 20, 0.9, seed=4)]
     return [

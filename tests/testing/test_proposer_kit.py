@@ -15,6 +15,7 @@ from specattn.speculative.proposers.standalone import LMDraft
 from specattn.testing import ConformanceError, proposer_conformance, proposers
 from specattn.testing.proposers import CONFIGS
 from specattn.testing.world import accept
+from tests.samples import on_cpu
 from tests.testing import mutants as m
 from tests.tiny import VOCAB, TinyBlockDraft, TinyDraft, TinyTarget
 
@@ -36,8 +37,15 @@ SHIPPED = [
     BigramProposer(torch.randint(VOCAB, (500,)), VOCAB, 2, DEVICE),
     SuffixProposer(),
 ]
+RULES = len(list(proposer_conformance(SHIPPED[0], TARGET, configs=CONFIGS[:1])))
 
 
+def in_turns(at: int) -> bool:
+    """Every second rule with one config, the others with the next one."""
+    return sum(divmod(at, RULES)) % 2 == 0
+
+
+@on_cpu(in_turns, "check")
 @pytest.mark.parametrize(
     "check",
     [
