@@ -28,7 +28,7 @@ FLOAT8_ALONE = {
 # Triton makes the same of a kernel for SM89 as for SM86, but float8; tiles of attention alone
 # depend on what a multiprocessor has. All of a target takes two minutes where no cache has it
 TARGETS = [
-    ("tests,attention,gluon --largest", (90,)),
+    ("tests,gluon --largest", (90,)),
     pytest.param("tests,attention,gluon", (90,), marks=pytest.mark.whole),
     pytest.param("tests", (80,), marks=pytest.mark.whole),
     pytest.param("attention", (86, 89, 100), marks=pytest.mark.whole),

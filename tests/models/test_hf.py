@@ -378,7 +378,9 @@ def _layers(model: torch.nn.Module, **how: object) -> None:
         layer.compile(**how)
 
 
-@pytest.mark.parametrize("compiled", [_whole, _forward, _layers])
+@pytest.mark.parametrize(
+    "compiled", [_whole, pytest.param(_forward, marks=pytest.mark.whole), _layers]
+)
 def test_compiled_models_are_looked_at_uncompiled(tiny, dense, compiled) -> None:
     graphs = []
 
