@@ -5,11 +5,11 @@ text ends where its model ends it. Greedy texts are compared with plain decoding
 departs in 16 bits, the gap between plain decoding's best two log-probabilities says how near a tie
 was.
 
-Each draft has chains, trees, and an engine that chooses among them (``adaptive``). Engines of two
-trees draw two texts, for one random number meets other candidates: of a few texts the luck is more
-than what a policy loses, so problems are many, and drawn more than once. At batch 1, greedy,
-transformers' `generate` runs beside them: plain, with the same model as its assistant, and with
-prompt lookup; by itself, and with ``custom_generate=specattn.generate``.
+Each draft has chains, trees, and an engine that chooses among them (``adaptive``). Two trees draw
+different texts with one seed, since a random number meets other candidates. Luck with few texts
+outweighs what a policy loses, so problems are many, and each is drawn more than once. At batch 1,
+greedy, transformers' `generate` runs beside them: plain, with the same model as its assistant, and
+with prompt lookup; by itself, and with ``custom_generate=specattn.generate``.
 
 What is known is written after every line, and lines that ``--out`` has are not measured again:
 
