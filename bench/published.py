@@ -1,7 +1,7 @@
 """A published model by every draft that fits it: tokens per step and per second, over HumanEval.
 
-Nothing is forced, and nothing is timed but whole texts, prompts included, after they ran once. A
-text ends where its model ends it. Greedy texts are compared with plain decoding's; where one
+Nothing is forced, and nothing is timed but whole texts, prompts included, after five for every row
+ran. A text ends where its model ends it. Greedy texts are compared with plain decoding's; where one
 departs in 16 bits, the gap between plain decoding's best two log-probabilities says how near a tie
 was.
 
@@ -144,12 +144,6 @@ def problems(path: Path, tokenizer: Any) -> list[list[int]]:
     ]
 
 
-def depth_of(config: SpecConfig) -> str:
-    """Return how deep a config drafts, and of a tree its nodes."""
-    nodes = f" ({config.num_draft_tokens} nodes)" if config.topk > 1 else ""
-    return f"{config.num_steps}{nodes}"
-
-
 def timed(tokens: int, seconds: float) -> dict[str, float]:
     return {"seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1)}
 
@@ -182,8 +176,11 @@ def run(
     # of the steps that gained so many tokens
     line["steps_by_tokens"] = [gained.count(n) for n in range(1, max(gained) + 1)]
     if setting.others:
-        found = ((one, engine.configs.used[one] - used[one]) for one in engine.configs.all)
-        line["steps_by_tree"] = {depth_of(one): steps for one, steps in found}
+        trees = (replace(setting, shape=one, others=()) for one in (setting.shape, *setting.others))
+        found = zip(trees, engine.configs.all, strict=True)
+        line["steps_by_tree"] = {
+            tree.tree: engine.configs.used[one] - used[one] for tree, one in found
+        }
     return line, [one.tokens for one in outputs]
 
 

@@ -25,8 +25,8 @@ IMAGES = DOCS / "img"
 HEAD = """# Published models
 
 What drafts gain on models that others have published: chats about the problems of HumanEval (MIT),
-whole texts, nothing forced, timed after they ran once. A text ends where its model ends it. Greedy
-texts are compared with those of plain decoding; where one departs, the gap is that of plain
+whole texts, nothing forced, timed after the first of them ran. A text ends where its model ends it.
+Greedy texts are compared with those of plain decoding; where one departs, the gap is that of plain
 decoding's best two tokens there, in nats.
 
 *Tokens per step* are those that a request gains, bonus included. *Adaptive* is an engine that
@@ -485,14 +485,11 @@ def adaptive(run: Measured) -> str:
         if not (steps := line.get("steps_by_tree")):
             return "-"
         total = sum(steps.values())
-        chosen = (
-            f"{'none' if one == '0' else one}: {steps[one] / total:.0%}"
-            for one in sorted(steps, key=lambda one: int(one.split()[0]), reverse=True)
-        )
+        chosen = (f"{tree}: {count / total:.0%}" for tree, count in steps.items())
         fixed = run.speeds(temperature, batch).items()
         most = max((speed for one, speed in fixed if one[0] in (draft, PLAIN)), default=None)
         over = f"; {line['tokens_per_second'] / most:.2f}x" if most else ""
-        return f"{', '.join(chosen)}{over}"
+        return f"{'; '.join(chosen)}{over}"
 
     drafts = dict.fromkeys(line["draft"] for line in run.lines if line["tree"] == ADAPTIVE)
     rows = [
@@ -504,7 +501,7 @@ def adaptive(run: Measured) -> str:
         return ""
     head = ["draft", "tokens", *(f"{batch} at once" for batch in run.batches)]
     return (
-        "\n### What adaptive engines chose\n\nShare of steps by depth, and tokens per "
+        "\n### What adaptive engines chose\n\nShare of steps by tree, and tokens per "
         "second over the draft's best fixed setting, or plain decoding where that is faster.\n\n"
         + table(head, rows)
     )
@@ -597,8 +594,11 @@ def measured(run: Measured) -> str:
     """Return where and with what a record was measured."""
     record = run.record
     draws = max(line.get("draws", 1) for line in run.lines)
-    problems = max(line["texts"] // line.get("draws", 1) for line in run.lines)
-    more = f", {draws} texts of each where they are drawn" if draws > 1 else ""
+    asked = {line["batch"]: line["texts"] // line.get("draws", 1) for line in run.lines}
+    problems = max(asked.values())
+    fewer = [f"{asked[one]} with {one} at once" for one in asked if asked[one] < problems]
+    more = f" ({', '.join(fewer)})" if fewer else ""
+    more += f", {draws} texts of each where they are drawn" if draws > 1 else ""
     return (
         f"{record['device']}, torch {record['torch'].split('+')[0]}, {record['dtype']}; "
         f"{problems} problems{more}, at most {record['new']} tokens each"

@@ -111,7 +111,9 @@ def test_drafts_and_transformers_write_the_same(command, monkeypatch):
         # the first token of a text comes with its prompt
         assert sum(n * count for n, count in enumerate(line["steps_by_tokens"], 1)) == 12
         assert line["accepted_per_step"] == pytest.approx(12 / line["steps"], abs=1e-4)
-    assert sum(lines["specattn", "lookup+model", "adaptive"]["steps_by_tree"].values()) > 0
+    steps = lines["specattn", "lookup+model", "adaptive"]["steps_by_tree"]
+    assert {*steps} == {"chain of 5", "chain of 3", "no tree"}
+    assert sum(steps.values()) > 0
     assert lines["specattn", "lookup+model", "chain of 3"]["accepted_per_step"] > 2
 
     monkeypatch.setattr(published, "run", None)
@@ -149,9 +151,8 @@ def test_problems_are_drawn_more_than_once(command, monkeypatch):
     texts = [line["texts"] for line in lines]
     assert texts == [2, 2 * published.DRAWS, 1, published.DRAWS]
     record = MAKE["Measured"](Path(), {"new": 7} | MACHINE | {"results": lines})
-    assert "; 2 problems, 2 texts of each where they are drawn, at most 7" in MAKE["measured"](
-        record
-    )
+    told = "; 2 problems (1 with 1 at once), 2 texts of each where they are drawn, at most 7"
+    assert told in MAKE["measured"](record)
     for some in asked:
         assert len({one.sampling.seed for one in some}) == len(some)
 
@@ -211,9 +212,7 @@ LINES = [
     line("model", CHAIN, 0.8, 8, 100.0, [3, 1]),
     line("model", TREE, 0.0, 1, 130.0, [1, 0, 0, 3]),
     line("model", TREE, 0.0, 8, 250.0, [0, 1, 1, 2]),
-    line(
-        "model", "adaptive", 0.0, 8, 330.0, [1], steps_by_tree={"7 (64 nodes)": 1, "0": 1, "3": 2}
-    ),
+    line("model", "adaptive", 0.0, 8, 330.0, [1], steps_by_tree={WIDE: 1, CHAIN: 2, "no tree": 1}),
     line("lookup", CHAIN, 0.0, 8, 240.0, [3, 0, 1]),
     line("lookup", WIDE, 0.0, 8, 160.0, [2, 1, 0, 1]),
     line("plain", "", 0.0, 1, 25.0, [1], by=published.THEIRS),
@@ -319,7 +318,7 @@ def test_the_page_says_what_a_record_says(results):
     assert "float32; 10 problems, at most 256 tokens each: Of 10 greedy texts of drafts 10" in text
     assert f"| a model | {CHAIN} | 2.25 | 1.25 | 75% | 50% | - | - | - |" in text
     assert f"| a model | {CHAIN} | 125, 2.50x | 300, 1.50x | - | 100, 0.50x |" in text
-    assert "| a model | greedy | - | 7 (64 nodes): 25%, 3: 50%, none: 25%; 1.10x |" in text
+    assert f"| a model | greedy | - | {WIDE}: 25%; {CHAIN}: 50%; no tree: 25%; 1.10x |" in text
     assert "| transformers | a model | 75.0 | 3.00x | 9 of 10 |" in text
     assert "`cc324af070c2ecbf`" in text
     assert (
